@@ -21,11 +21,11 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
 from transformers import PreTrainedConfig
 
 import favor
 from favor.eval.common import report
+from favor.eval.common.program import device_or_default
 from favor.integrations.modules import evaluating
 from favor.models.conformer import Chunks
 from favor.models.conformer.chunks import check_chunks
@@ -42,7 +42,7 @@ from favor.train.speech.loaders import evaluation_loader
 from favor.train.speech.model import CLASSES, make_model, make_processor, saved_architecture
 from favor.train.speech.sources import load_speech
 from favor.train.speech.transcribe import transcribe
-from favor.train.speech.word_errors import ErrorCounts, character_errors, word_errors
+from favor.train.speech.word_errors import character_errors, word_errors
 from favor_command.saved import read_config
 
 
@@ -55,53 +55,28 @@ class EvaluationArguments:
     data_dir: str | None = option(
         None, f"LibriSpeech's folder, or one with manifests or tar shards. Default: {HUB} on the hub."
     )
-    dataset_config_name: str | None = option(
-        None, "Configuration of a hub data set: clean, other or all for LibriSpeech."
-    )
+    dataset_config_name: str | None = option(None, "Configuration of a hub data set: clean, other or all.")
     eval_splits: list[str] = field(default_factory=lambda: ["dev"], metadata={"help": "Splits to transcribe."})
     beam_size: int | None = option(
         None,
         "Hypotheses of the beam search. Default: 50 with a language model or hotwords, 200 with known words, else 1, "
         "greedy search alone.",
     )
-    language_model: str | None = option(
-        None, "N-gram model of words for the beam search of CTC: an ARPA file or a binary file of KenLM."
-    )
-    lm_weight: float | None = option(
-        None, "Weight of the language model's log probability, often called alpha. Default: 0.5."
-    )
-    word_score: float | None = option(
-        None, "Added for each word, with a language model; often called beta. Default: 1.5."
-    )
+    language_model: str | None = option(None, "N-gram model for the search: an ARPA file, or a binary one of KenLM.")
+    lm_weight: float | None = option(None, "Weight of its log probability, often called alpha. Default: 0.5.")
+    word_score: float | None = option(None, "Added for each word with it, often called beta. Default: 1.5.")
     hotwords: list[str] = field(
         default_factory=list,
         metadata={"help": "Words or quoted phrases that the beam search of CTC finds more easily."},
     )
-    known_words: bool = option(
-        False, "Find words of the language model alone; needs a tokenizer of characters, and takes no hotwords."
-    )
-    lexicon: str | None = option(
-        None,
-        "Pronunciations for a model of phonemes, lines WORD<TAB>PH PH. Default: those in the model's folder, if any.",
-    )
     hotword_weight: float | None = option(None, "Added for each hotword in the text. Default: 10.")
-    per_device_eval_batch_seconds: float = option(
-        200.0,
-        "Seconds of audio per process and forward pass, padding included; a number of utterances says little, since "
-        "their lengths differ.",
-    )
-    chunk_seconds: float | None = option(
-        None, "Let a Conformer hear in chunks of this length, as in a stream. Default: whole utterances."
-    )
-    left_chunks: int | None = option(
-        None, "Chunks that are seen before each chunk, with exact attention. Default: all."
-    )
-    max_eval_samples: int | None = option(
-        None, "Number of utterances per split, evenly spaced over its order, which is by speaker in LibriSpeech."
-    )
-    max_bad: float = option(
-        0.0, "Most utterances to leave out because they cannot be used: a number, or below 1 a fraction of all."
-    )
+    known_words: bool = option(False, "Find words of the language model alone; for tokens that are characters.")
+    lexicon: str | None = option(None, "Pronunciations for a model of phonemes. Default: those in its folder, if any.")
+    per_device_eval_batch_seconds: float = option(200.0, "Seconds of audio per forward pass, padding included.")
+    chunk_seconds: float | None = option(None, "Length of chunks for a Conformer, as in a stream. Default: no chunks.")
+    left_chunks: int | None = option(None, "Chunks seen before each chunk, with exact attention. Default: all.")
+    max_eval_samples: int | None = option(None, "Utterances per split, evenly spaced over its order. Default: all.")
+    max_bad: float = option(0.0, "Most unusable utterances to leave out: a number, or below 1 a fraction of all.")
     resample: bool = option(False, "Convert audio of other sampling rates than the model's instead of refusing it.")
     seed: int | None = option(None, "Seed of the random features. Default: the model's own.")
     device: str | None = option(None, "Device of the model. Default: cuda if there is a GPU, else cpu.")
@@ -205,34 +180,12 @@ def evenly_spaced(utterances: Sequence[Utterance], number: int | None) -> list[U
 
 def error_rates(references: Sequence[str], hypotheses: Sequence[str]) -> dict[str, Any]:
     """Computes WER and CER in percent (less is better), and the counts of words and characters behind them."""
-
-    def counts(found: ErrorCounts) -> dict[str, int]:
-        return {**asdict(found), "reference": found.reference_length}
-
     words, characters = word_errors(references, hypotheses), character_errors(references, hypotheses)
-    rates = {"wer": 100 * words.rate, "cer": 100 * characters.rate}
-    return {**rates, "words": counts(words), "characters": counts(characters)}
-
-
-def chunks_of(model: Any, processor: Any, seconds: float | None, left: int | None = None) -> Chunks | None:
-    """Makes the chunks that a model hears in; None for whole utterances.
-
-    Args:
-        model: saved speech model.
-        processor: that of the model.
-        seconds: of a chunk; None for whole utterances.
-        left: chunks seen before each. Default None: all.
-
-    Raises:
-        ValueError: for a model that does not work in these chunks.
-    """
-    if seconds is None:
-        return None
-    if not isinstance(model, ConformerPreTrainedModel):
-        raise ValueError(f"chunk_seconds is for Conformers, got {type(model).__name__}: leave it out")
-    chunks = Chunks.lasting(seconds, model.config.samples_per_frame / processor.feature_extractor.sampling_rate, left)
-    check_chunks(model.encoder, chunks)
-    return chunks
+    counts = {
+        unit: {**asdict(found), "reference": found.reference_length}
+        for unit, found in (("words", words), ("characters", characters))
+    }
+    return {"wer": 100 * words.rate, "cer": 100 * characters.rate, **counts}
 
 
 def evaluate_split(
@@ -243,26 +196,22 @@ def evaluate_split(
     scorer: Scorer | None = None,
     lexicon: Pronunciations | None = None,
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """Measures error rates and times of each search on one split; also gives a row per utterance with all hypotheses.
-
-    Args:
-        model: on its device.
-        processor: that of the model.
-        utterances: of the split, with their lengths.
-        arguments: size of batches, beam size, resampling.
-        scorer: language model and hotwords, or known words, for the beam search. Default None: without.
-        lexicon: pronunciations of words, if the tokens are phonemes. Default None: they are not.
-    """
-    references = [utterance.text for utterance in utterances]
+    """Measures error rates and times of each search on one split; also gives a row per utterance with all texts."""
     audio = sum(utterance.seconds or 0 for utterance in utterances)
     result: dict[str, Any] = {"utterances": len(utterances), "audio_hours": audio / 3600, "searches": {}}
     rows: list[dict[str, Any]] = [{"id": u.id, "seconds": u.seconds, "reference": u.text} for u in utterances]
-    options: dict[str, Any] = {"batch_seconds": arguments.per_device_eval_batch_seconds, "resample": arguments.resample}
-    options["lexicon"] = lexicon
-    options["chunks"] = chunks_of(model, processor, arguments.chunk_seconds, arguments.left_chunks)
+    chunks = None
+    if arguments.chunk_seconds is not None:
+        if not isinstance(model, ConformerPreTrainedModel):
+            raise ValueError(f"chunk_seconds is for Conformers, got {type(model).__name__}: leave it out")
+        frame = model.config.samples_per_frame / processor.feature_extractor.sampling_rate
+        chunks = Chunks.lasting(arguments.chunk_seconds, frame, arguments.left_chunks)
+        check_chunks(model.encoder, chunks)
+    options: dict[str, Any] = {"lexicon": lexicon, "chunks": chunks, "resample": arguments.resample}
+    options["batch_seconds"] = arguments.per_device_eval_batch_seconds
     # Do not time what runs once per process, such as compiling a kernel.
     recognise(model, processor, sorted(utterances, key=lambda u: u.seconds or 0)[:1], **options)
-    searches: dict[str, dict[str, Any]] = {"greedy": {"beam_size": 1}}
+    searches: dict[str, dict[str, Any]] = {"greedy": {}}
     beam_size = arguments.beam_size or (1 if scorer is None else usual_beam(scorer))
     if beam_size > 1:
         names = ("language_model", "known_words", "hotwords")
@@ -270,32 +219,27 @@ def evaluate_split(
         searches[", ".join([f"beam {beam_size}", *with_words])] = {"beam_size": beam_size, "scorer": scorer}
     for name, search in searches.items():
         texts, seconds = recognise(model, processor, utterances, **search, **options)
-        times = {"seconds": seconds, "real_time_factor": seconds / audio}
-        result["searches"][name] = {**error_rates(references, texts), **times}
+        rates = error_rates([utterance.text for utterance in utterances], texts)
+        result["searches"][name] = {**rates, "seconds": seconds, "real_time_factor": seconds / audio}
         for row, text in zip(rows, texts, strict=True):
             row[name] = text
     return result, rows
 
 
-def table_lines(splits: dict[str, dict[str, Any]]) -> list[str]:
-    """Makes the Markdown table, with one row per split and search."""
-    header = ["split", "search", "WER %", "S / D / I", "CER %", "S / D / I", "hours", "seconds", "RTF", "left out"]
-    rows = []
-    for split, result in splits.items():
+def report_lines(content: dict[str, Any]) -> list[str]:
+    """Writes the Markdown report, with one row per split and search."""
+    rows, skipped = [], []
+    for split, result in content["splits"].items():
+        skipped += [f"- {split}: {name}" for name in result["skipped"]]
         for search, found in result["searches"].items():
-            counts = [
+            words, characters = (
                 " / ".join(str(found[unit][kind]) for kind in ("substitutions", "deletions", "insertions"))
                 for unit in ("words", "characters")
-            ]
-            errors = [f"{found['wer']:.2f}", counts[0], f"{found['cer']:.2f}", counts[1]]
+            )
+            cells = [split, search, f"{found['wer']:.2f}", words, f"{found['cer']:.2f}", characters]
             times = [f"{result['audio_hours']:.3f}", f"{found['seconds']:.1f}", f"{found['real_time_factor']:.4f}"]
-            rows.append([split, search, *errors, *times, str(len(result["skipped"]))])
-    return report.table(header, rows)
-
-
-def report_lines(content: dict[str, Any]) -> list[str]:
-    """Writes the Markdown report."""
-    skipped = [f"{split}: {name}" for split, found in content["splits"].items() for name in found["skipped"]]
+            rows.append([*cells, *times, str(len(result["skipped"]))])
+    header = ["split", "search", "WER %", "S / D / I", "CER %", "S / D / I", "hours", "seconds", "RTF", "left out"]
     options = f", {json.dumps(content['favor'])}" if content["favor"] else ""
     return [
         f"# Speech recognition of {content['model']}",
@@ -304,12 +248,12 @@ def report_lines(content: dict[str, Any]) -> list[str]:
         f"- Attention: `{content['attn_implementation']}`{options}",
         *([] if content["chunks"] is None else [f"- In chunks, as in a stream: {content['chunks']}"]),
         "",
-        *table_lines(content["splits"]),
+        *report.table(header, rows),
         "",
         "S / D / I: substitutions, deletions, insertions, in words and in characters. Seconds: reading and decoding",
         "the files, features, model and search together, in one process, after a first utterance that is not timed.",
         "RTF, the real-time factor, is these seconds over those of the audio.",
-        *(["", "Left out:", "", *(f"- {line}" for line in skipped)] if skipped else []),
+        *(["", "Left out:", "", *skipped] if skipped else []),
     ]
 
 
@@ -327,7 +271,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         raise ValueError(f"output_dir must not be data_dir, whose manifests have the names of results, got {folder}")
     hold(folder)
     model, processor = load(arguments.model_name_or_path, backend, arguments.seed)
-    model.to(arguments.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    model.to(device_or_default(arguments.device))
     names = ("known_words", "language_model", "lm_weight", "word_score", "hotwords", "hotword_weight")
     options: dict[str, Any] = {name: getattr(arguments, name) for name in names}
     lexicon = lexicon_of(arguments.lexicon, arguments.model_name_or_path)

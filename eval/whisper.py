@@ -15,10 +15,8 @@ as Figure 4 of the FAVOR# paper does for a Conformer.
 from __future__ import annotations
 
 import argparse
-import copy
-import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,18 +28,22 @@ from transformers.models.whisper.english_normalizer import EnglishTextNormalizer
 
 import favor
 from favor.eval.approximation.heads import HeadErrors
-from favor.eval.approximation.variants import Variant, chosen_name, variants_of
+from favor.eval.approximation.variants import Variant, variants_of
 from favor.eval.common import report
 from favor.eval.common.program import add_results
 from favor.eval.speech import whisper_report
 from favor.eval.speech.whisper_convert import PACKAGE, convert, packaged_folder
+from favor.eval.speech.whisper_report import edits_of
 from favor.integrations.adapt.observe import observe
-from favor.integrations.layer import attention_modules
 from favor.train.common.program import Parser, program
 from favor.train.speech.data import Utterance, read_audio
 from favor.train.speech.sources import load_speech
 from favor.train.speech.word_errors import word_errors
 from favor_command.saved import load_model, load_processor, read_config
+
+RATE = 16000
+MAX_NEW_TOKENS = 224  # as in OpenAI's program
+HEAD_PIECES = 4  # on which the errors of the heads are measured
 
 
 def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
@@ -52,14 +54,8 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_place("model_name_or_path", "model", text, needed=False)
     add("--data_dir", type=Path, required=True, help="folder in LibriSpeech's layout, or with manifests")
     add("--split", default="dev+test", help="split of the data; several are joined by +")
-    add(
-        "--piece_seconds",
-        type=float,
-        nargs=2,
-        default=[24.0, 28.0],
-        metavar=("LEAST", "MOST"),
-        help="length of a piece",
-    )
+    kinds: dict[str, Any] = {"type": float, "nargs": 2, "metavar": ("LEAST", "MOST")}
+    add("--piece_seconds", default=[24.0, 28.0], help="length of a piece", **kinds)
     add("--pieces", type=int, default=2, help="greatest number of pieces per speaker")
     add(
         "--backends",
@@ -69,53 +65,18 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
         help="backends of the encoder; options given here replace the lists below",
     )
     add("--num_features", nargs="+", type=int, default=[16, 64, 128, 256], help="M; several are compared")
-    add(
-        "--windows",
-        nargs="+",
-        type=int,
-        default=[0, 64],
-        help="frames of exact blocks of features; several are compared",
-    )
-    add("--selected_keys", nargs="+", type=int, default=[], help="selected keys of landmarks; several are compared")
-    add(
-        "--flop_budgets",
-        nargs="+",
-        type=float,
-        default=[],
-        help="for landmarks with settings chosen for each layer: operations as a fraction of exact attention's",
-    )
-    add("--choose_on", help="split on which these settings are chosen, one piece of each speaker")
-    add(
-        "--max_new_tokens",
-        type=int,
-        default=224,
-        help="greatest number of tokens of a transcript; default 224, as in OpenAI's program",
-    )
-    add("--head_pieces", type=int, default=4, help="pieces on which the errors of the heads are measured")
-    add(
-        "--merge",
-        type=Path,
-        nargs="+",
-        default=[],
-        help="JSON files of results on the same pieces, whose rows are added",
-    )
+    text = "frames of exact blocks of features; several are compared"
+    add("--windows", nargs="+", type=int, default=[0, 64], help=text)
     add("--per_device_eval_batch_size", type=int, default=8, help="pieces that are transcribed together")
     add("--seed", type=int, default=0, help="seed of random directions")
     add_results(parser, "whisper_cpu")
     arguments = parser.parse_args(argv)
     arguments.model = arguments.model and Path(arguments.model)
-    if min(arguments.pieces, arguments.head_pieces, arguments.per_device_eval_batch_size, arguments.max_new_tokens) < 1:
-        parser.error("--pieces, --head_pieces, --per_device_eval_batch_size and --max_new_tokens must be at least 1")
-    if bool(arguments.flop_budgets) != (arguments.choose_on is not None):
-        parser.error("--flop_budgets and --choose_on must be given together")
+    if min(arguments.pieces, arguments.per_device_eval_batch_size) < 1:
+        parser.error("--pieces and --per_device_eval_batch_size must be at least 1")
     if not 0 < arguments.piece_seconds[0] <= arguments.piece_seconds[1] <= 30:
-        parser.error(
-            "--piece_seconds must be two numbers, the smaller one first, up to the 30 seconds that Whisper hears"
-        )
+        parser.error("--piece_seconds must be two numbers, the smaller one first, of at most 30 seconds")
     return arguments
-
-
-RATE = 16000
 
 
 @dataclass(frozen=True)
@@ -182,73 +143,28 @@ def cut(utterances: Sequence[Utterance], least: float, most: float, number: int)
             waiting = []
     pieces = [piece for own in found.values() for piece in own[:number]]
     if not pieces:
-        raise ValueError(f"no consecutive utterances are {least:g} to {most:g} seconds long: change --seconds")
+        raise ValueError(f"no consecutive utterances are {least:g} to {most:g} seconds long: change --piece_seconds")
     return pieces
 
 
 @torch.no_grad()
-def transcribe(model: Any, processor: Any, pieces: Sequence[Piece], arguments: argparse.Namespace) -> list[str]:
-    """Transcribes each piece with the model.
-
-    Args:
-        model: a Whisper.
-        processor: that of the model.
-        pieces: the audio.
-        arguments: of the program.
-    """
+def transcribe(model: Any, processor: Any, pieces: Sequence[Piece], batch_size: int) -> list[str]:
+    """Transcribes each piece with the model."""
     texts = []
-    for start in range(0, len(pieces), arguments.per_device_eval_batch_size):
-        sounds = [piece.audio() for piece in pieces[start : start + arguments.per_device_eval_batch_size]]
+    for start in range(0, len(pieces), batch_size):
+        sounds = [piece.audio() for piece in pieces[start : start + batch_size]]
         features = processor(sounds, sampling_rate=RATE, return_tensors="pt").input_features.to(model.device)
-        ids = model.generate(features, max_new_tokens=arguments.max_new_tokens, do_sample=False, num_beams=1)
+        ids = model.generate(features, max_new_tokens=MAX_NEW_TOKENS, do_sample=False, num_beams=1)
         texts += processor.batch_decode(ids, skip_special_tokens=True)
     return texts
 
 
-def chosen_encoders(model: Any, processor: Any, arguments: argparse.Namespace) -> dict[Variant, Any]:
-    """Converts copies of the encoder to landmarks with settings of each layer, by the variants that describe them.
-
-    Args:
-        model: a Whisper with exact attention.
-        processor: that of the model.
-        arguments: of the program.
-    """
-    if not arguments.flop_budgets:
-        return {}
-    least, most = arguments.piece_seconds
-    pieces = cut(load_speech(arguments.data_dir, arguments.choose_on)[0], least, most, 1)
-    sounds = (processor(piece.audio(), sampling_rate=RATE, return_tensors="pt") for piece in pieces)
-    inputs = [{"input_features": sound.input_features.to(model.device)} for sound in sounds]
-    found = {}
-    for budget in arguments.flop_budgets:
-        encoder = copy.deepcopy(model.model.encoder)
-        how = {"layers": "auto", "flop_budget": budget, "exact_below": 0}
-        variant = Variant("landmark", None, 0, 0, chosen_name(budget))
-        found[variant] = favor.convert(encoder, "landmark", dataloader=inputs, **how)
-    return found
-
-
 @torch.no_grad()
 def head_errors(
-    model: Any,
-    processor: Any,
-    pieces: Sequence[Piece],
-    variants: Sequence[Variant],
-    seed: int,
-    chosen: Mapping[Variant, Any],
+    model: Any, processor: Any, pieces: Sequence[Piece], variants: Sequence[Variant], seed: int
 ) -> dict[Variant, list[float]]:
-    """Measures the relative error of the attention output of every head of the encoder, the mean over pieces.
-
-    Args:
-        model: a Whisper; its encoder has exact attention meanwhile.
-        processor: that of the model.
-        pieces: the audio.
-        variants: the attentions to measure.
-        seed: of random directions.
-        chosen: encoders with settings of each layer, by further variants.
-    """
-    modules = {str(variant.folder): attention_modules(encoder) for variant, encoder in chosen.items()}
-    heads = HeadErrors([*variants, *chosen], seed, converted=modules)
+    """Measures the relative error of the attention output of every head of the encoder, the mean over pieces."""
+    heads = HeadErrors(variants, seed)
     with observe(model.model.encoder, heads):
         for piece in pieces:
             features = processor(piece.audio(), sampling_rate=RATE, return_tensors="pt").input_features
@@ -263,57 +179,46 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Measures, and writes the report."""
     words = sys.argv[1:] if argv is None else list(argv)
     arguments = parse_arguments(words)
-    lists = (arguments.num_features, arguments.windows, arguments.selected_keys)
-    variants = [variant for variant in variants_of(arguments.backends, *lists) if variant.is_backend]
+    variants = variants_of(arguments.backends, arguments.num_features, arguments.windows)
+    variants = [variant for variant in variants if variant.is_backend]
     model, processor = load(arguments.model)
     least, most = arguments.piece_seconds
     pieces = cut(load_speech(arguments.data_dir, arguments.split)[0], least, most, arguments.pieces)
     normalize = EnglishTextNormalizer({})
     references = [normalize(piece.text) for piece in pieces]
-    model.set_attn_implementation("sdpa")
+    numbers = [len(reference.split()) for reference in references]
     speakers = [piece.utterances[0].speaker or "" for piece in pieces]
-    content: dict[str, Any] = {
-        "seed": arguments.seed,
-        "pieces": [[utterance.id for utterance in piece.utterances] for piece in pieces],
-        "words_of_pieces": [len(reference.split()) for reference in references],
-    }
-    others = [json.loads(file.read_text()) for file in arguments.merge]
-    chosen = chosen_encoders(model, processor, arguments)
-    measured = head_errors(model, processor, pieces[: arguments.head_pieces], variants, arguments.seed, chosen)
+    model.set_attn_implementation("sdpa")
+    measured = head_errors(model, processor, pieces[:HEAD_PIECES], variants, arguments.seed)
     rows: list[dict[str, Any]] = []
-    for variant in [None, *variants, *chosen]:
-        edits = whisper_report.known_edits(variant, content, others)
-        if edits is None:
-            if variant in chosen:
-                model.model.encoder = chosen[variant]
-            elif variant is not None:
-                favor.configure(model, variant.backend, only="model.encoder", **variant.options(arguments.seed))
-            heard = [normalize(text) for text in transcribe(model, processor, pieces, arguments)]
-            counts = [word_errors([said], [text]) for said, text in zip(references, heard, strict=True)]
-            edits = whisper_report.edits_of(counts)
+    for variant in [None, *variants]:
+        if variant is not None:
+            favor.configure(model, variant.backend, only="model.encoder", **variant.options(arguments.seed))
+        heard = map(normalize, transcribe(model, processor, pieces, arguments.per_device_eval_batch_size))
+        edits = edits_of([word_errors([said], [text]) for said, text in zip(references, heard, strict=True)])
         exact = (rows[0] if rows else edits)["errors_of_pieces"]
-        heads = measured[variant] if variant else ()
-        rows.append(whisper_report.row(variant, edits, exact, content["words_of_pieces"], speakers, heads))
+        rows.append(whisper_report.row(variant, edits, exact, numbers, speakers, measured.get(variant, ())))
         name = "exact" if variant is None else variant.title
         print(f"{name}: {100 * rows[-1]['wer']:.2f} % ({100 * rows[-1]['difference']:+.2f})", flush=True)
     seconds = sorted(piece.seconds for piece in pieces)
     facts = (
         f"{'Whisper tiny.en' if arguments.model is None else arguments.model.resolve().name}, "
         f"{len(pieces)} pieces of {seconds[0]:.0f} to {seconds[-1]:.0f} seconds, {len(set(speakers))} speakers, "
-        f"{sum(content['words_of_pieces'])} words of {arguments.split}; "
+        f"{sum(numbers)} words of {arguments.split}; "
         f"{model.config.max_source_positions} frames of the encoder, seed {arguments.seed}. Less is better everywhere. "
         "95 %: bootstrap intervals that draw speakers; those of the differences compare the same speakers. "
         f"Errors of the {len(rows[-1]['head_errors'])} heads, |output - exact| / |exact|: mean over the first "
-        f"{min(arguments.head_pieces, len(pieces))} pieces, then mean and ninth decile over heads."
+        f"{min(HEAD_PIECES, len(pieces))} pieces, then mean and ninth decile over heads."
     )
-    if chosen:
-        facts += f" Settings of each layer: chosen on {arguments.choose_on}, one piece of each speaker."
+    words = report.local_names(words)
     command = report.shown_command("favor.eval.whisper", words, ["--data_dir"], ["--output_dir"])
-    content |= report.context(command, ("transformers", "jiwer")) | {"facts": facts, "rows": rows}
-    text = whisper_report.lines(rows, facts)
-    report.write(arguments.output_dir, arguments.name, text, content, [])
+    content = report.context(command, ("transformers", "jiwer")) | {"facts": facts, "rows": rows}
+    content["pieces"] = [[utterance.id for utterance in piece.utterances] for piece in pieces]
+    content["words_of_pieces"] = numbers
+    lines = whisper_report.lines(rows, facts)
+    report.write(arguments.output_dir, arguments.name, lines, content, [])
     whisper_report.plot(rows, arguments.output_dir / f"{arguments.name}.png")
-    print("\n".join(["", *text]))
+    print("\n".join(["", *lines]))
     return 0
 
 

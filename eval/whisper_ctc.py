@@ -31,8 +31,7 @@ from favor.eval import asr
 from favor.eval.common import report
 from favor.eval.common.program import add_results
 from favor.eval.language.models import load as load_language_model
-from favor.eval.speech.frame_scores import check_alike, frame_scores
-from favor.eval.speech.rescoring import language_scores, rescored, text_scores, texts_before
+from favor.eval.speech.scores import check_alike, frame_scores, language_scores, rescored, text_scores, texts_before
 from favor.eval.speech.whisper_report import edits_of, interval
 from favor.eval.whisper import load as load_whisper
 from favor.models.speech import (
@@ -57,69 +56,53 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     """Parses the arguments; ends the program for bad ones."""
     parser = Parser("favor.eval.whisper_ctc", __doc__)
     add = parser.add_argument
-    parser.add_place(
-        "model_name_or_path",
-        "models",
-        "folder of a model that favor.train.asr has saved; of several, log probabilities of tokens are averaged",
-        nargs="+",
-    )
+    text = "folder of a model that favor.train.asr has saved; of several, log probabilities of tokens are averaged"
+    parser.add_place("model_name_or_path", "models", text, nargs="+")
     add("--data_dir", type=Path, required=True, help="folder in LibriSpeech's layout, or with manifests")
     add("--choose_on", default="dev", help="split on which weights are chosen")
     add("--split", default="test", help="split to evaluate; several are joined by +")
     add("--language_model", type=Path, help="ARPA file or binary file of KenLM; default: greedy search alone")
     add("--lexicon", type=Path, help="pronunciations for a model of phonemes; default: those in its folder, if any")
-    add("--lm_weights", type=float, nargs="+", default=[0.3, 0.5, 0.7], help="weights to choose from")
-    add("--word_scores", type=float, nargs="+", default=[0.5, 1.5, 2.5], help="scores of a word to choose from")
-    add("--beam_size", type=int, default=500, help="hypotheses of the beam search")
-    add("--choose_beam_size", type=int, default=100, help="the same while weights are chosen")
-    add("--choose_samples", type=int, help="utterances on which they are chosen, evenly spaced; default: all")
     add("--causal_model", help="folder of a causal language model that rescores, or gemma; default: none")
-    add(
-        "--causal_weights",
-        type=float,
-        nargs="+",
-        default=[0.0, 0.2, 0.4, 0.6, 0.8, 1.0],
-        help="weights of its log probability to choose from",
-    )
-    add(
-        "--ngram_weights",
-        type=float,
-        nargs="+",
-        help="weights of the n-gram model to choose from with those of the first model that rescores; default: that of "
-        "the search",
-    )
     add("--context_texts", type=int, default=0, help="texts of a chapter that the causal model reads before each text")
     add("--whisper", type=Path, help="folder of a Whisper that rescores; default: no rescoring")
-    add("--rescored_texts", type=int, default=30, help="texts of each utterance that are rescored")
-    add(
-        "--whisper_weights",
-        type=float,
-        nargs="+",
-        default=[0.0, 0.2, 0.5, 1.0, 2.0, 4.0],
-        help="weights of Whisper's log probability to choose from",
-    )
-    add("--max_eval_samples", type=int, help="utterances per split, evenly spaced; default: all")
+    weights = {
+        "lm_weights": ([0.3, 0.5, 0.7], "weights of the n-gram model"),
+        "word_scores": ([0.5, 1.5, 2.5], "scores of a word"),
+        "causal_weights": ([0.0, 0.2, 0.4, 0.6, 0.8, 1.0], "weights of the causal model's log probability"),
+        "ngram_weights": (None, "weights of the n-gram model beside the first one that rescores (that of the search)"),
+        "whisper_weights": ([0.0, 0.2, 0.5, 1.0, 2.0, 4.0], "weights of Whisper's log probability"),
+    }
+    for name, (default, text) in weights.items():
+        add(f"--{name}", type=float, nargs="+", default=default, help=f"{text}, to choose from")
+    sizes = {
+        "beam_size": (500, "hypotheses of the beam search"),
+        "choose_beam_size": (100, "hypotheses while weights are chosen"),
+        "choose_samples": (None, "utterances on which they are chosen, evenly spaced; default: all"),
+        "rescored_texts": (30, "texts of each utterance that are rescored"),
+        "max_eval_samples": (None, "utterances per split, evenly spaced; default: all"),
+    }
+    for name, (number, text) in sizes.items():
+        add(f"--{name}", type=int, default=number, help=text)
     add_results(parser, "whisper_ctc")
     arguments = parser.parse_args(argv)
-    sizes = (arguments.beam_size, arguments.choose_beam_size, arguments.rescored_texts, arguments.max_eval_samples or 1)
-    if min(*sizes, arguments.choose_samples or 1) < 1:
-        names = "--beam_size, --choose_beam_size, --choose_samples, --rescored_texts and --max_eval_samples"
-        parser.error(f"{names} must be at least 1")
+    if any(getattr(arguments, name) is not None and getattr(arguments, name) < 1 for name in sizes):
+        parser.error(f"{', '.join(f'--{name}' for name in sizes)} must be at least 1")
     if arguments.context_texts < 0:
         parser.error(f"--context_texts must be at least 0, got {arguments.context_texts}")
     if arguments.context_texts and arguments.causal_model is None:
         parser.error("--context_texts is what the causal model reads, so it needs --causal_model")
-    second = {"--causal_model": arguments.causal_model, "--whisper": arguments.whisper}
-    for name, model in second.items():
+    for name, model in (("--causal_model", arguments.causal_model), ("--whisper", arguments.whisper)):
         if model is not None and arguments.language_model is None:
             parser.error(f"{name} rescores the texts of the beam search, so it needs --language_model")
-    if arguments.ngram_weights and not any(second.values()):
+    if arguments.ngram_weights and arguments.causal_model is None and arguments.whisper is None:
         parser.error("--ngram_weights are for texts that are rescored, so they need --causal_model or --whisper")
     return arguments
 
 
 NEAR = 0.08  # seconds
 Texts = list[list[tuple[str, float]]]
+Scores = Callable[[Sequence[Utterance], Texts], list[list[float]]]
 
 
 def greedy(logits: Sequence[Tensor], tokenizer: Any, blank: int, spoken: Pronunciations | None) -> list[str]:
@@ -155,13 +138,6 @@ def time_errors(
 
     If the tokens are phonemes, a word is found if its phonemes are; transcripts with unknown words do not count.
 
-    Args:
-        logits: of each utterance.
-        utterances: with their transcripts.
-        processor: of the model.
-        config: of the model.
-        spoken: pronunciations of words, if the tokens are phonemes. Default None: they are not.
-
     Returns:
         "words": how many words of the transcripts are found; "within": the part of them whose start and end both
         differ by at most 80 ms.
@@ -182,30 +158,23 @@ def time_errors(
     return {"words": len(near), "within": sum(near) / max(1, len(near))}
 
 
-def best_text(texts: Sequence[tuple[str, float]]) -> str:
-    """Gives the first text, an empty one if there is none."""
-    return texts[0][0] if texts else ""
+def best_texts(texts: Texts) -> list[str]:
+    """Gives the first text of each utterance, an empty one if there is none."""
+    return [own[0][0] if own else "" for own in texts]
 
 
 def choose_words(
     logits: Sequence[Tensor], utterances: Sequence[Utterance], blank: int, words: WordLexicon, arguments: Any
-) -> tuple[float, float]:
-    """Finds the weight of the language model and the score of a word with the fewest errors.
-
-    Args:
-        logits: of each utterance.
-        utterances: to choose on.
-        blank: its token.
-        words: with any weights.
-        arguments: of the program.
-    """
-    found: dict[tuple[float, float], float] = {}
+) -> WordLexicon:
+    """Finds the weight of the language model and the score of a word with the fewest errors."""
+    rates: dict[tuple[float, float], float] = {}
+    places = asr.evenly_spaced(range(len(utterances)), arguments.choose_samples)
+    few, said = [logits[place] for place in places], [utterances[place] for place in places]
     for weight, score in itertools.product(arguments.lm_weights, arguments.word_scores):
-        beams = beam(logits, blank, words.weighted(weight, score), arguments.choose_beam_size)
-        texts = [best_text(own) for own in beams]
-        found[weight, score] = errors(utterances, texts)["wer"]
-        print(f"lm_weight {weight:g}, word_score {score:g}: {100 * found[weight, score]:.2f} %", flush=True)
-    return min(found, key=lambda pair: found[pair])
+        texts = best_texts(beam(few, blank, words.weighted(weight, score), arguments.choose_beam_size))
+        rates[weight, score] = errors(said, texts)["wer"]
+        print(f"lm_weight {weight:g}, word_score {score:g}: {100 * rates[weight, score]:.2f} %", flush=True)
+    return words.weighted(*min(rates, key=lambda pair: rates[pair]))
 
 
 def ngram_scores(lexicon: WordLexicon, texts: Texts) -> list[list[float]]:
@@ -234,18 +203,18 @@ def described(models: Sequence[dict[str, Any]]) -> str:
     return f"{mean}{kind}, {sum(one['parameters'] for one in models):,} parameters{together}, attention {attention}"
 
 
-def second_passes(arguments: Any) -> dict[str, tuple[list[float], Callable[[Sequence[Utterance], Texts], Any]]]:
+def second_passes(arguments: Any) -> dict[str, tuple[list[float], Scores]]:
     """Gives the models that score the texts of the search, each by its name, with the weights to choose from."""
-    found: dict[str, tuple[list[float], Callable[[Sequence[Utterance], Texts], Any]]] = {}
+    found: dict[str, tuple[list[float], Scores]] = {}
     if arguments.causal_model is not None:
         model, tokenizer = load_language_model(arguments.causal_model)
-        causal = (model.to(torch.bfloat16), tokenizer)  # half the memory and time; sums differ by some tenths
-        found[Path(arguments.causal_model).name] = (
-            arguments.causal_weights,
-            lambda part, texts: language_scores(
-                *causal, texts, texts_before(part, [best_text(own) for own in texts], arguments.context_texts)
-            ),
-        )
+        model.to(torch.bfloat16)  # half the memory and time; sums differ by some tenths
+
+        def causal(part: Sequence[Utterance], texts: Texts) -> list[list[float]]:
+            before = texts_before(part, best_texts(texts), arguments.context_texts)
+            return language_scores(model, tokenizer, texts, before)
+
+        found[Path(arguments.causal_model).name] = (arguments.causal_weights, causal)
     if arguments.whisper is not None:
         whisper = load_whisper(arguments.whisper)
         found["Whisper"] = (arguments.whisper_weights, lambda part, texts: text_scores(*whisper, part, texts))
@@ -266,36 +235,30 @@ def measure(arguments: Any) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     if spoken is not None:
         spoken.check(tokenizer)
     logits, models = frame_scores(arguments.models, parts)
-    searches: dict[str, dict[str, list[str]]] = {
-        "greedy": {name: greedy(own, tokenizer, blank, spoken) for name, own in logits.items()}
-    }
-    chosen: dict[str, Any] = {}
-    beams: dict[str, Texts] = {}
+    searches = {"greedy": {name: greedy(own, tokenizer, blank, spoken) for name, own in logits.items()}}
+    chosen: dict[str, float] = {}
     if arguments.language_model is not None:
         lexicon = WordLexicon(tokenizer, arguments.language_model, pronunciations=spoken)
-        pairs = list(zip(logits["tune"], parts["tune"], strict=True))
-        few: Any = asr.evenly_spaced(pairs, arguments.choose_samples)  # type: ignore[arg-type]
-        few_logits, few_utterances = ([pair[side] for pair in few] for side in (0, 1))
-        pair = choose_words(few_logits, few_utterances, blank, lexicon, arguments)
-        chosen |= dict(zip(("lm_weight", "word_score"), pair, strict=True))
-        lexicon = lexicon.weighted(*pair)
+        lexicon = choose_words(logits["tune"], parts["tune"], blank, lexicon, arguments)
+        chosen |= {"lm_weight": lexicon.lm_weight, "word_score": lexicon.word_score}
         beams = {name: beam(own, blank, lexicon, arguments.beam_size) for name, own in logits.items()}
-        searches["language model"] = {name: [best_text(own) for own in found] for name, found in beams.items()}
-    beams = {name: [own[: arguments.rescored_texts] for own in found] for name, found in beams.items()}
-    for name, (weights, score) in passes.items():
-        again = arguments.ngram_weights if name == next(iter(passes)) else None
+        searches["language model"] = {name: best_texts(own) for name, own in beams.items()}
+        beams = {name: [own[: arguments.rescored_texts] for own in found] for name, found in beams.items()}
+    for number, (name, (weights, score)) in enumerate(passes.items()):
+        given = [] if number else arguments.ngram_weights
+        ngrams = given or [lexicon.lm_weight]
         scores = {part: [ngram_scores(lexicon, own), score(parts[part], own)] for part, own in beams.items()}
         rates = {}
-        for pair in itertools.product(again or [lexicon.lm_weight], weights):
-            own = rescored(beams["tune"], scores["tune"], (pair[0] - lexicon.lm_weight, pair[1]))
-            rates[pair] = errors(parts["tune"], [best_text(texts) for texts in own])["wer"]
-            beside = f", n-gram model, weight {pair[0]:g}" if again else ""
-            print(f"{name}, weight {pair[1]:g}{beside}: {100 * rates[pair]:.2f} %", flush=True)
-        ngram, best = min(rates, key=lambda pair: rates[pair])
-        chosen |= ({f"weight of the n-gram with {name}": ngram} if again else {}) | {f"weight of {name}": best}
-        changes = (ngram - lexicon.lm_weight, best)
+        for ngram, weight in itertools.product(ngrams, weights):
+            own = rescored(beams["tune"], scores["tune"], (ngram - lexicon.lm_weight, weight))
+            rates[ngram, weight] = errors(parts["tune"], best_texts(own))["wer"]
+            print(f"{name}, weight {weight:g}, n-gram {ngram:g}: {100 * rates[ngram, weight]:.2f} %", flush=True)
+        ngram, weight = min(rates, key=lambda pair: rates[pair])
+        chosen |= {f"weight of the n-gram with {name}": ngram} if given else {}
+        chosen[f"weight of {name}"] = weight
+        changes = (ngram - lexicon.lm_weight, weight)
         beams = {part: rescored(own, scores[part], changes) for part, own in beams.items()}
-        searches[f"rescored by {name}"] = {part: [best_text(own) for own in found] for part, found in beams.items()}
+        searches[f"rescored by {name}"] = {part: best_texts(own) for part, own in beams.items()}
     rows = [
         {"split": names[name], "search": search, **errors(parts[name], texts[name]), "texts": texts[name]}
         for name in ("tune", "split")

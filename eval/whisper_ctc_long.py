@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 import favor
 from favor.eval import asr
@@ -35,6 +34,9 @@ from favor.train.speech.sources import load_speech
 from favor.train.speech.word_errors import word_errors
 
 WAYS = ("utterances", "windows", "stream", "one pass, local", "one pass, exact", "one pass, landmark")
+SLIDING_WINDOW = 375  # frames of 20 ms before and after each that local attention sees
+EXACT_MINUTES = 10.0
+RATE = 16000
 
 
 def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
@@ -49,39 +51,21 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     add("--language_model", type=Path, help="ARPA file or binary file of KenLM; default: greedy search")
     add("--lm_weight", type=float, default=0.7, help="weight of the language model")
     add("--word_score", type=float, default=0.0, help="score of each word")
-    add("--lexicon", type=Path, help="pronunciations for a model of phonemes; default: those in its folder, if any")
     add("--step", type=float, default=1.0, help="seconds of a step of the stream")
     add("--look_ahead", type=float, default=1.0, help="seconds that the stream looks ahead")
     add("--context", type=float, default=10.0, help="seconds that the stream looks back")
-    add("--sliding_window", type=int, default=375, help="frames before and after each that local attention sees")
-    add("--num_features", type=int, default=256, help="means of landmarks per head")
-    add("--selected_keys", type=int, help="keys that landmarks read exactly; default: those of the method")
-    add("--max_exact_minutes", type=float, default=10.0, help="longest recording for one pass of exact attention")
-    add("--threads", type=int, default=1, help="CPU threads")
     add_results(parser, "whisper_ctc_long")
     arguments = parser.parse_args(argv)
+    if min(arguments.minutes) <= 0:
+        parser.error("--minutes must be positive")
     arguments.minutes = sorted(set(arguments.minutes))
-    positive = (*arguments.minutes, arguments.num_features, arguments.sliding_window, arguments.threads)
-    if min(positive) <= 0:
-        parser.error("--minutes, --num_features, --sliding_window and --threads must be positive")
     return arguments
-
-
-RATE = 16000
 
 
 @torch.no_grad()
 def text_of(model: Any, processor: Any, recording: Recording, way: str, arguments: argparse.Namespace) -> str:
-    """Finds the text of a recording.
-
-    Args:
-        model: a `WhisperForCTC` in evaluation mode.
-        processor: that of the model.
-        recording: the audio.
-        way: one of the ways of the program.
-        arguments: of the program.
-    """
-    spoken = lexicon_of(arguments.lexicon, arguments.model)
+    """Finds the text of a recording."""
+    spoken = lexicon_of(None, arguments.model)
     scorer = None
     if arguments.language_model is not None:
         weights = {name: getattr(arguments, name) for name in ("language_model", "lm_weight", "word_score")}
@@ -89,37 +73,22 @@ def text_of(model: Any, processor: Any, recording: Recording, way: str, argument
     if way == "utterances":
         search: Any = {"scorer": scorer, "beam_size": usual_beam(scorer) if scorer else 1, "lexicon": spoken}
         return " ".join(asr.recognise(model, processor, recording.utterances, batch_seconds=60, **search)[0])
+    audio = recording.samples()
     if way == "stream":
         times = {"step": arguments.step, "look_ahead": arguments.look_ahead, "context": arguments.context}
         stream = model.stream(processor, **times, scorer=scorer, lexicon=spoken)
-        audio = recording.samples()
         for start in range(0, len(audio), RATE):
             stream.feed(audio[start : start + RATE])
         stream.finish()
         return str(stream.text)
-    inputs = processor(recording.samples(), sampling_rate=RATE)
-    if way == "windows":
-        logits = model.window_logits(**inputs)[0]
-    else:
-        logits = one_pass(model, inputs["input_features"], way, arguments)
+    inputs = processor(audio, sampling_rate=RATE)
+    if "local" in way:
+        model.config.sliding_window = SLIDING_WINDOW
+    if "local" in way or "landmark" in way:  # every FAVOR backend runs local attention in linear time
+        favor.configure(model, "landmark", exact_below=0)
+    logits = model.window_logits(**inputs)[0] if way == "windows" else model(inputs["input_features"]).logits
     (emissions,) = search_emissions(logits, [logits.shape[1]], scorer, blank=model.config.pad_token_id)
     return Transcript.of(emissions, processor, 1.0, spoken).text
-
-
-def one_pass(model: Any, features: Tensor, way: str, arguments: argparse.Namespace) -> Tensor:
-    """Computes the logits of a recording in one pass."""
-    if "local" in way:
-        model.config.sliding_window = arguments.sliding_window
-    if "exact" not in way:  # every FAVOR backend runs local attention in linear time
-        favor.configure(model, "landmark", **landmarks(arguments).to_dict())
-    logits: Tensor = model(features).logits
-    return logits
-
-
-def landmarks(arguments: argparse.Namespace) -> favor.FavorConfig:
-    """Gives the options of the backend `landmark`."""
-    numbers = {"num_features": arguments.num_features, "selected_keys": arguments.selected_keys}
-    return favor.FavorConfig(**numbers, exact_below=0)
 
 
 def measure(recording: Recording, way: str, arguments: argparse.Namespace) -> dict[str, Any]:
@@ -138,9 +107,9 @@ def measure(recording: Recording, way: str, arguments: argparse.Namespace) -> di
 def run_cell(minutes: float, recording: Recording, way: str, arguments: argparse.Namespace) -> dict[str, Any]:
     """Measures one way in a process of its own; its "status" is "ok", "failed" or "skipped"."""
     cell: dict[str, Any] = {"minutes": minutes, "way": way, "audio_seconds": recording.seconds}
-    if "exact" in way and minutes > arguments.max_exact_minutes:
-        return cell | {"status": "skipped", "reason": f"the limit is {arguments.max_exact_minutes:g} minutes"}
-    found = isolated(None, arguments.threads, measure, recording, way, arguments)
+    if "exact" in way and minutes > EXACT_MINUTES:
+        return cell | {"status": "skipped", "reason": f"the limit is {EXACT_MINUTES:g} minutes"}
+    found = isolated(None, 1, measure, recording, way, arguments)
     if isinstance(found, Failure):
         return cell | {"status": "failed", "reason": found.reason}
     return cell | {"status": "ok", **found, "wer": word_errors([recording.text], [found["text"]]).rate}
@@ -177,20 +146,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     facts = (
         f"{search}. Utterances of {arguments.split} one after another. Less is better everywhere. Windows: 15 s, "
         f"10 s of which are kept. Stream: {times}. Positions begin again every 30 s. Local "
-        f"attention: {arguments.sliding_window} frames of 20 ms before and after each. Landmarks: "
-        f"{arguments.num_features} means per head and {landmarks(arguments).selected('landmark', False)} selected keys."
+        f"attention: {SLIDING_WINDOW} frames of 20 ms before and after each."
     )
-    command = report.shown_command(
-        "favor.eval.whisper_ctc_long", report.local_names(words), ["--data_dir"], ["--output_dir"]
-    )
+    words = report.local_names(words)
+    command = report.shown_command("favor.eval.whisper_ctc_long", words, ["--data_dir"], ["--output_dir"])
     content = report.context(command, ("transformers", "jiwer")) | {"cells": cells, "facts": facts}
-    lines = [
-        f"# Long recordings: {Path(arguments.model).resolve().name}",
-        "",
-        facts,
-        "",
-        *table_lines(cells),
-    ]
+    lines = [f"# Long recordings: {Path(arguments.model).resolve().name}", "", facts, "", *table_lines(cells)]
     report.write(arguments.output_dir, arguments.name, lines, content, [])
     print("\n".join(["", *lines]))
     return 0

@@ -10,8 +10,9 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 import favor
 from favor.eval.common.launch import Backend
+from favor.eval.common.program import device_or_default
 from favor.eval.demo import word_order
-from favor.eval.glue import checkpoints
+from favor.eval.glue.classifier import evaluate, load_samples
 from favor.train import glue
 
 # Number of means, of selected keys, and of random features.
@@ -77,9 +78,12 @@ def switch(trained: Path, results: dict[str, Any], backend: str, seed: int) -> S
     model = AutoModelForSequenceClassification.from_pretrained(folder)
     if model.config._attn_implementation != backend:
         raise RuntimeError(f"{folder} was saved with {backend} and came back with {model.config._attn_implementation}")
-    scores, lengths = checkpoints.evaluate(folder, results | {"attn_implementation": backend}, None)
-    layers = favor.describe(model, min(lengths)).layers
-    return Switched(folder, scores["accuracy"], tuple(layer.runs for layer in layers), min(lengths))
+    model.to(device_or_default(None)).eval()
+    data_dir, max_length = results["arguments"]["data_dir"], word_order.MAX_LENGTH
+    samples = load_samples(str(folder), word_order.TASK, data_dir, max_length=max_length)
+    accuracy, shortest = evaluate(model, samples, backend).metrics["accuracy"], samples.all_lengths[0]
+    layers = favor.describe(model, shortest).layers
+    return Switched(folder, accuracy, tuple(layer.runs for layer in layers), shortest)
 
 
 def options(backend: str) -> dict[str, Any]:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import argparse
 import bisect
 import re
+import statistics
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import datasets
@@ -20,10 +22,9 @@ from favor.config import FavorConfig, feature_family
 from favor.eval.approximation.variants import parse
 from favor.eval.common import report
 from favor.eval.common.program import device_or_default
-from favor.eval.glue.comparison import Row, Samples, content_of, report_lines
 from favor.train.common.arguments import DataArguments, ModelArguments
 from favor.train.common.pretrained import check_positions, load_exact, load_tokenizer
-from favor.train.text.glue_data import get_task, load_glue, with_distractors
+from favor.train.text.glue_data import GlueData, get_task, load_glue, with_distractors
 from favor.train.text.glue_labels import is_classifier, label_rows, names_of
 from favor.train.text.glue_loaders import check_samples, tokenized
 from favor.train.text.glue_report import named
@@ -34,33 +35,122 @@ EXACT, DEFAULT = "sdpa", "landmark"
 OUTPUT = ("--output_dir", "--results_dir", "--name")
 
 
-def load_samples(arguments: argparse.Namespace) -> tuple[Samples, str]:
-    """Reads the development sets, and finds the labels of the model; also returns a remark on their order.
+@dataclass
+class Samples:
+    """The development sets of a task as token numbers.
+
+    Attributes:
+        data: the task and its texts.
+        encoded: token numbers and masks of each split.
+        tokenizer: that of the model.
+        rows: the output of the model for each label.
+        remark: on these outputs; empty if they have the names and the order of the task.
+        batch_size: samples of a forward pass.
+    """
+
+    data: GlueData
+    encoded: dict[str, Any]
+    tokenizer: Any
+    rows: list[int]
+    remark: str
+    batch_size: int
+
+    def lengths(self, split: str) -> list[int]:
+        """Gives the number of tokens of each sample."""
+        return [sum(mask) for mask in self.encoded[split]["attention_mask"]]
+
+    @property
+    def all_lengths(self) -> list[int]:
+        """The numbers of tokens of all splits, in ascending order."""
+        return sorted(length for split in self.encoded for length in self.lengths(split))
+
+
+@dataclass(frozen=True)
+class Row:
+    """One kind of attention, and what the model gives with it.
+
+    Attributes:
+        attention: its name and options, as on the command line.
+        options: all options of the backend; None for exact attention.
+        exact: part of the samples for which the backend runs softmax attention, because they are short.
+        metrics: of the task, by name.
+        logits: of each split `[samples, labels]`, in the order of the task's labels.
+        seconds: of all forward passes.
+        note: why samples run softmax attention; empty if none does.
+    """
+
+    attention: str
+    options: dict[str, Any] | None
+    exact: float
+    metrics: dict[str, float]
+    logits: dict[str, torch.Tensor]
+    seconds: float
+    note: str = ""
+
+    def compared(self, first: Row, is_regression: bool) -> dict[str, Any]:
+        """Gives the row as data, with its differences from exact attention, whose row is `first`.
+
+        "changed" is the part of the samples with another prediction, in a regression the mean change of a score.
+        """
+        own, exact = (torch.cat(list(row.logits.values())) for row in (self, first))
+        changed = (own - exact).abs() if is_regression else (own.argmax(-1) != exact.argmax(-1)).float()
+        return {
+            "attention": self.attention,
+            "options": self.options,
+            "exact_samples": self.exact,
+            "metrics": self.metrics,
+            "difference": {name: value - first.metrics[name] for name, value in self.metrics.items()},
+            "changed": changed.mean().item(),
+            "largest_logit_change": (own - exact).abs().max().item(),
+            "seconds": self.seconds,
+            "note": self.note,
+        }
+
+
+def load_samples(
+    path: str,
+    task_name: str,
+    data_dir: str | None,
+    *,
+    label_names: Sequence[str] | None = None,
+    max_length: int = 128,
+    max_eval_samples: int | None = None,
+    distractors: int = 0,
+    batch_size: int = 64,
+) -> Samples:
+    """Reads the development sets of a task, and finds the labels of the model.
+
+    Args:
+        path: folder or hub name of the model.
+        task_name: name of the task.
+        data_dir: folder of GLUE. None: the hub.
+        label_names: names of the model's outputs, in order. Default None: its own.
+        max_length: greatest number of tokens of a sample.
+        max_eval_samples: number of samples, the first ones. Default None: all.
+        distractors: texts of other samples around the one that holds the answer. Default 0.
+        batch_size: samples of a forward pass.
 
     Raises:
         ValueError: if the model is no classifier, has other labels than the task, or the data cannot be read.
     """
-    path, task = arguments.model_name_or_path, get_task(arguments.task_name)
-    config = read_config(path)
+    task, config = get_task(task_name), read_config(path)
     if not config.architectures or not is_classifier(config):
         raise ValueError(
             f"expected a classifier that was fine-tuned on {task.folder}, got {path}, which holds a "
             f"{(config.architectures or ['model that names no class'])[0]}: favor train glue fine-tunes one"
         )
-    names = arguments.label_names or names_of(config)
+    names = label_names or names_of(config)
     if len(names) != config.num_labels:
         raise ValueError(f"--label_names needs one name for each of the {config.num_labels} outputs, got {len(names)}")
     rows, remark = label_rows(names, task, path, "if they mean the same, name its outputs in order by --label_names")
-    options = DataArguments(
-        task_name=task.name, max_length=arguments.max_length, max_eval_samples=arguments.max_eval_samples
-    )
-    data = load_glue(task.name, arguments.data_dir, train=False)
-    data.keep_first(None, options.max_eval_samples)
-    texts = {split: with_distractors(part, task, arguments.distractors) for split, part in data.evaluation.items()}
+    options = DataArguments(task_name=task.name, max_length=max_length, max_eval_samples=max_eval_samples)
+    data = load_glue(task.name, data_dir, train=False)
+    data.keep_first(None, max_eval_samples)
+    texts = {split: with_distractors(part, task, distractors) for split, part in data.evaluation.items()}
     tokenizer = load_tokenizer(ModelArguments(model_name_or_path=path))
     encoded = {split: tokenized(part, task, tokenizer, options) for split, part in texts.items()}
     check_samples(encoded.values(), task, tokenizer)
-    return Samples(data, encoded, tokenizer, rows, arguments.per_device_eval_batch_size), remark
+    return Samples(data, encoded, tokenizer, rows, remark, batch_size)
 
 
 def settings_of(arguments: argparse.Namespace) -> list[tuple[str, str, dict[str, Any]]]:
@@ -115,11 +205,6 @@ def evaluate(model: Any, samples: Samples, name: str) -> Row:
 
     Samples of about the same length share a batch, and no batch has both samples that run exact attention because they
     are short and samples that do not.
-
-    Args:
-        model: the classifier.
-        samples: of the task.
-        name: of the row.
     """
     is_exact = model.config._attn_implementation == EXACT
     bound, note = (0, "") if is_exact else shortness(model, samples.all_lengths, name)
@@ -150,11 +235,7 @@ def batches(lengths: Sequence[int], bound: int, size: int) -> list[list[int]]:
 def forward(model: Any, samples: Samples, encoded: Any, groups: list[list[int]]) -> tuple[torch.Tensor, float]:
     """Computes the logits `[samples, labels]` of a split, in its order, and gives the seconds that this takes.
 
-    Args:
-        model: the classifier.
-        samples: gives tokenizer and labels.
-        encoded: token numbers of the split.
-        groups: the samples of each batch.
+    The samples of each group share a batch.
 
     Raises:
         FloatingPointError: if a logit is not finite.
@@ -220,15 +301,67 @@ def shortness(model: Any, lengths: Sequence[int], name: str) -> tuple[int, str]:
     return bound, f"`{name}` {'; it '.join(notes)}" if notes else ""
 
 
+def report_lines(arguments: argparse.Namespace, samples: Samples, rows: Sequence[dict[str, Any]]) -> list[str]:
+    """Writes the report: model, data and lengths, what short samples run, and one line per attention."""
+    data, lengths, is_regression = samples.data, samples.all_lengths, samples.data.task.is_regression
+    cut = sum(length >= arguments.max_length for length in lengths)
+    numbers = ", ".join(f"{split} {len(part)}" for split, part in samples.encoded.items())
+    missing = [split for split in data.task.eval_splits if split not in data.evaluation]
+    sources = ", ".join(data.sources[split] for split in data.evaluation)
+    cells = []
+    for row in rows:
+        own, first = [f"`{row['attention']}`", f"{100 * row['exact_samples']:.0f}"], row is rows[0]
+        for name, value in row["metrics"].items():
+            own += [f"{100 * value:.2f}", "" if first else f"{100 * row['difference'][name]:+.2f}"]
+        changed = f"{row['changed']:.3f}" if is_regression else f"{100 * row['changed']:.1f} %"
+        own += ["", ""] if first else [changed, f"{row['largest_logit_change']:.2g}"]
+        cells.append([*own, f"{row['seconds']:.1f}"])
+    head = ["Attention", "exact, %", *(cell for name in rows[0]["metrics"] for cell in (name, "difference"))]
+    meaning = "mean change of a score" if is_regression else "samples with another prediction than with exact attention"
+    return [
+        f"# GLUE, {data.task.folder}: a classifier with exact and with linear attention, x 100",
+        "",
+        f"- Model: {report.local_names([arguments.model_name_or_path])[0]}, as it is: nothing was trained",
+        *([f"- Labels: {samples.remark}"] if samples.remark else []),
+        f"- Data: {sources}; samples: {numbers}{', the first ones' * (arguments.max_eval_samples is not None)}",
+        *([f"- Not there, so not evaluated: {', '.join(missing)}"] if missing else []),
+        *([f"- Documents: {arguments.distractors} texts of other samples in each"] if arguments.distractors else []),
+        f"- Tokens of a sample: {lengths[0]} to {lengths[-1]}, median {statistics.median(lengths):g}; "
+        + (f"{cut} reach max_length = {arguments.max_length}, and lose what is longer" if cut else "none is cut off"),
+        *(f"- {row['note']}" for row in rows if row["note"]),
+        "",
+        *report.table([*head, "changed", "logit", "seconds"], cells),
+        "",
+        "Score, and its difference from exact attention (more is better). *Exact*: samples that run exact attention,",
+        f"because they are short. *Changed*: {meaning}. *Logit*: largest",
+        "change of an output. Seconds: all forward passes (less is better).",
+    ]
+
+
 def run(arguments: argparse.Namespace) -> int:
     """Evaluates the classifier and writes NAME.md and NAME.json; returns the exit code."""
     datasets.disable_progress_bars()
     logging.disable_progress_bar()
-    samples, remark = load_samples(arguments)
-    rows = compare(arguments, samples)
-    lines = report_lines(arguments, samples, rows, remark)
+    path, batch_size = arguments.model_name_or_path, arguments.per_device_eval_batch_size
+    names = ("label_names", "max_length", "max_eval_samples", "distractors")
+    options = {name: getattr(arguments, name) for name in names}
+    samples = load_samples(path, arguments.task_name, arguments.data_dir, batch_size=batch_size, **options)
+    task, lengths, found = samples.data.task, samples.all_lengths, compare(arguments, samples)
+    rows = [row.compared(found[0], task.is_regression) for row in found]
+    lines = report_lines(arguments, samples, rows)
     command = report.shown_command("favor.eval.glue", report.local_names(arguments.command), ["--data_dir"], OUTPUT)
-    content = report.context(command, ("transformers",)) | content_of(arguments, samples, rows, remark)
+    content = {
+        **report.context(command, ("transformers",)),
+        "task_name": task.name,
+        "model": report.local_names([path])[0],
+        "labels": dict(zip(task.labels or ("score",), samples.rows, strict=True)),
+        "labels_remark": samples.remark,
+        "sources": {split: samples.data.sources[split] for split in samples.encoded},
+        "samples": {split: len(part) for split, part in samples.encoded.items()},
+        "tokens": {"least": lengths[0], "median": statistics.median(lengths), "most": lengths[-1]},
+        "max_length": arguments.max_length,
+        "rows": rows,
+    }
     folder = arguments.results_dir or arguments.output_dir
     report.write(folder, arguments.name, lines, content, [])
     print("\n".join(["", *lines, "", f"written to {folder}"]))

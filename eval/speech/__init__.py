@@ -1,1 +1,1 @@
-"""Parts of `favor.eval.papers.wer_by_features` and `favor.eval.long_form`."""
+"""Speech: n-gram models and lexicons of books, a converter of Whisper, and parts of the programs that measure."""

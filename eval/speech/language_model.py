@@ -10,13 +10,17 @@ of text; for more use KenLM's program lmplz.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+import re
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from favor.eval.speech.texts import transcripts
 from favor.models.speech import normalize_transcript, write_arpa
 from favor.train.common.program import Parser, program
 from favor.train.text.samples import read_text
+
+# As transcripts of LibriSpeech write what is said.
+SAID = {"Mr": "mister", "Mrs": "missus", "Dr": "doctor", "St": "saint", "Messrs": "messieurs"}
+END = re.compile(r"(?<=[.!?;])[\"'\u201d\u2019)\]]*\s+|\n\s*\n")
 
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -28,6 +32,13 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--words", type=Path, help="file of more words, one on each line")
     add("--output_file", type=Path, required=True, help="ARPA file to write")
     return parser.parse_args(argv)
+
+
+def transcripts(texts: Sequence[Path]) -> Iterator[str]:
+    """Gives the sentences of files, and the parts between semicolons, as transcripts in capitals."""
+    for path in texts:
+        full = re.sub(rf"\b({'|'.join(SAID)})\b\.?", lambda found: SAID[found[1]].capitalize(), read_text(path))
+        yield from filter(None, map(normalize_transcript, END.split(full)))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -42,11 +53,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     texts = list(transcripts(arguments.texts))
     arguments.output_file.parent.mkdir(parents=True, exist_ok=True)
     write_arpa(texts, arguments.output_file, arguments.order, more)
-    known = {word for text in texts for word in text.split()}
-    count = sum(len(text.split()) for text in texts)
+    words = [word for text in texts for word in text.split()]
     print(
-        f"{len(texts)} sentences of {count} words, {len(known)} different ones and {len(more - known)} more, in "
-        f"{arguments.output_file}"
+        f"{len(texts)} sentences of {len(words)} words, {len({*words})} different ones and {len(more - {*words})} "
+        f"more, in {arguments.output_file}"
     )
     return 0
 

@@ -13,16 +13,32 @@ from __future__ import annotations
 
 import argparse
 import re
+import string
 from collections.abc import Iterable, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 
-from favor.eval.speech.letters_to_sounds import LetterToSound, possessive, without_stress
-from favor.eval.speech.texts import transcripts
+import numpy as np
+import torch
+from torch import nn
+
+from favor.eval.speech.language_model import transcripts
 from favor.models.speech import normalize_transcript
 from favor.models.speech.transcript.pronunciations import write_lexicon
 from favor.train.common.program import Parser, program
 from favor.train.speech.sources import load_speech
 from favor.train.text.samples import read_text
+
+Spoken = dict[str, list[str]]
+
+# Letters and phonemes in the order of the network. It has each vowel with each stress, and a UW without one.
+LETTERS = ("<pad>", "<unk>", "</s>", *string.ascii_lowercase)
+VOWELS = ("AA", "AE", "AH", "AO", "AW", "AY", "EH", "ER", "EY", "IH", "IY", "OW", "OY", "UH", "UW")
+OTHERS = {"B", "CH", "D", "DH", "F", "G", "HH", "JH", "K", "L", "M", "N", "NG", "P", "R", "S", "SH", "T", "TH"}
+OTHERS |= {"UW", "V", "W", "Y", "Z", "ZH"}
+PHONEMES = ("<pad>", "<unk>", "<s>", "</s>", *sorted([*(v + stress for v in VOWELS for stress in "012"), *OTHERS]))
+LONGEST = 20
+HISSING, VOICELESS = {"S", "Z", "SH", "ZH", "CH", "JH"}, {"P", "T", "K", "F", "TH"}
 
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -30,13 +46,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = Parser("favor.eval.speech.lexicon", __doc__)
     add = parser.add_argument
     add("--dictionary", type=Path, required=True, help="dictionary in the form of CMUdict")
-    add(
-        "--texts",
-        type=Path,
-        nargs="+",
-        default=[],
-        help="files of text in UTF-8, .txt or .xz: the language model's",
-    )
+    add("--texts", type=Path, nargs="+", default=[], help="files of text in UTF-8, .txt or .xz")
     add("--data_dir", type=Path, help="folder in LibriSpeech's layout, or with manifests")
     add("--splits", nargs="+", default=[], help="splits of it whose transcripts are read: those to train on")
     add("--output_file", type=Path, required=True, help="file to write")
@@ -46,7 +56,46 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     return arguments
 
 
-Spoken = dict[str, list[str]]
+class LetterToSound:
+    """The network of g2p-en (Park and Kim 2019), from letters to phonemes: two GRUs, greedy search.
+
+    Args:
+        path: the weights, `checkpoint20.npz` of the package.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.weights = {name: torch.from_numpy(array).float() for name, array in np.load(path).items()}
+        self.encoder, self.decoder = self._cell("enc"), self._cell("dec")
+
+    def _cell(self, name: str) -> nn.GRUCell:
+        rows, columns = self.weights[f"{name}_w_ih"].shape
+        cell = nn.GRUCell(columns, rows // 3)
+        cell.load_state_dict({own: self.weights[f"{name}_{own[0]}_{own[-2:]}"] for own in cell.state_dict()})
+        return cell
+
+    @classmethod
+    def installed(cls) -> LetterToSound | None:
+        """Loads the network of the package, without its other parts; None if the package is not installed."""
+        found = find_spec("g2p_en")
+        return None if found is None or found.origin is None else cls(Path(found.origin).parent / "checkpoint20.npz")
+
+    @torch.no_grad()
+    def __call__(self, word: str) -> str:
+        """Gives the phonemes of a word, without stress; empty if the network finds none."""
+        state = torch.zeros(1, self.encoder.hidden_size)
+        for letter in [*word.lower().replace("'", ""), "</s>"]:
+            place = LETTERS.index(letter) if letter in LETTERS else 1
+            state = self.encoder(self.weights["enc_emb"][place][None], state)
+        found = ["<s>"]
+        while found[-1] != "</s>" and len(found) <= LONGEST:
+            state = self.decoder(self.weights["dec_emb"][PHONEMES.index(found[-1])][None], state)
+            found.append(PHONEMES[int((state @ self.weights["fc_w"].T + self.weights["fc_b"]).argmax())])
+        return without_stress(one for one in found if one[0] != "<")
+
+
+def without_stress(phonemes: Iterable[str]) -> str:
+    """Joins phonemes with spaces, without the digits of their stress."""
+    return " ".join(one.rstrip("012") for one in phonemes)
 
 
 def read_dictionary(path: Path) -> Spoken:
@@ -71,13 +120,7 @@ def read_dictionary(path: Path) -> Spoken:
 
 
 def add_words(spoken: Spoken, words: Iterable[str], network: LetterToSound | None) -> list[str]:
-    """Adds words that are not known; gives those that stay unknown.
-
-    Args:
-        spoken: pronunciations of words, which gets more.
-        words: in capitals.
-        network: for words that are no possessives of known ones; with None they stay unknown.
-    """
+    """Adds possessives of known words, and what the network says of others; gives those that stay unknown."""
     left = []
     for word in sorted({*words} - spoken.keys()):
         stem = spoken.get(word.removesuffix("'S")) if word.endswith("'S") else None
@@ -89,6 +132,12 @@ def add_words(spoken: Spoken, words: Iterable[str], network: LetterToSound | Non
         else:
             left.append(word)
     return left
+
+
+def possessive(stem: str) -> str:
+    """Gives the phonemes of a word with 's, from those of the word."""
+    last = stem.split()[-1]
+    return f"{stem} {'IH Z' if last in HISSING else 'S' if last in VOICELESS else 'Z'}"
 
 
 def main(argv: Sequence[str] | None = None) -> int:

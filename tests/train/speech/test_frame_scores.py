@@ -9,7 +9,7 @@ from marks import needs_search
 from speech import WORDS, write_corpus
 
 from favor.eval import asr, whisper_ctc
-from favor.eval.speech.frame_scores import check_alike, frame_scores
+from favor.eval.speech.scores import check_alike, frame_scores
 from favor.models.speech import ConformerProcessor, Pronunciations, ctc_greedy, train_tokenizer, write_arpa
 from favor.models.whisper_ctc import WhisperCTCConfig, WhisperCTCFeatureExtractor, WhisperForCTC
 from favor.train.speech.data import read_audio
@@ -130,18 +130,18 @@ def test_one_model_is_in_memory_at_a_time(place, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("letters", "changes", "message"),
+    ("letters", "changes", "differs"),
     [
-        (["FFFFFF EEEEE DDDD CCC BB A"], {}, "a has '.' as token 3, other has '.' as token 3"),  # another order
-        (["AB"], {}, "a has 10 tokens, other has 6 tokens"),
-        (WORDS, {"pad_token_id": 1}, "a has token 0 as blank, other has token 1 as blank"),
-        (WORDS, {"feature_hop_length": 80}, "a has frames of 320 samples at 16000 Hz, other has frames of 160 samples"),
+        (["FFFFFF EEEEE DDDD CCC BB A"], {}, "tokens"),  # another order
+        (["AB"], {}, "tokens"),
+        (WORDS, {"pad_token_id": 1}, "tokens"),
+        (WORDS, {"feature_hop_length": 80}, "frames"),
     ],
 )
-def test_models_that_have_no_mean(place, tmp_path, monkeypatch, letters, changes, message):
+def test_models_that_have_no_mean(place, tmp_path, monkeypatch, letters, changes, differs):
     monkeypatch.chdir(place)
     save(place / "other", train_tokenizer(letters, "char"), **changes)
-    with pytest.raises(ValueError, match=f"the same frames, blank, tokens and pronunciations: {message}.* Leave one"):
+    with pytest.raises(ValueError, match=f"but other has other {differs} than a. Leave one"):
         whisper_ctc.main(["a", "a", "other", "--data_dir", str(place), "--output_dir", str(tmp_path)])
 
 
@@ -151,9 +151,9 @@ def test_pronunciations_must_be_equal(tmp_path):
     equal = save_spoken(tmp_path / "equal", ["ACE\tA S", "BAD\tB A D"], seed=1)
     other = save_spoken(tmp_path / "other", ["ACE\tA S", "BAD\tB D A"])
     check_alike([first, equal], None)
-    with pytest.raises(ValueError, match=r"first has BAD spoken B A D, .*other has BAD spoken B D A\. .*--lexicon"):
+    with pytest.raises(ValueError, match=r"other has other pronunciations than .*first\. .*--lexicon"):
         check_alike([first, equal, other], None)
     check_alike([first, other], tmp_path / "first" / "lexicon.txt")
     (tmp_path / "other" / "lexicon.txt").unlink()
-    with pytest.raises(ValueError, match=r"pronunciations of 2 words, .*other has pronunciations of 0 words"):
+    with pytest.raises(ValueError, match="other pronunciations"):
         check_alike([first, other], None)

@@ -131,7 +131,7 @@ def test_streams_and_long_recordings_have_words(place, tmp_path, monkeypatch):
         assert [word.text for word in stream.words] == expected.text.split() == [one.text for one in expected.spans]
         assert [(one.start, one.end) for one in stream.words] == [(one.start, one.end) for one in expected.spans]
     words = [str(folder / "model"), "--data_dir", str(folder), "--split", "dev", "--minutes", "0.04", "--context", "1"]
-    words += ["--language_model", str(folder / "lm.arpa"), "--num_features", "8", "--selected_keys", "8"]
+    words += ["--language_model", str(folder / "lm.arpa")]
     monkeypatch.setattr(whisper_ctc_long, "isolated", isolated_here)
     assert whisper_ctc_long.main([*words, "--output_dir", str(tmp_path)]) == 0
     content = json.loads((tmp_path / "whisper_ctc_long.json").read_text())

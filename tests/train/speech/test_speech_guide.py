@@ -9,7 +9,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import soundfile
-from fake_synthesizers import install, install_piper
 from launching import isolated_here
 from speech import WORDS, write_corpus
 from speech_corpus import write_shard
@@ -18,7 +17,7 @@ from tiny_whisper import make_processor, save
 
 from favor.eval import asr as evaluation
 from favor.eval import whisper_ctc, whisper_ctc_long
-from favor.eval.speech import language_model, lexicon, synthesize
+from favor.eval.speech import language_model, lexicon
 from favor.models.speech import write_arpa
 from favor.train import asr, distill, nst
 from favor.train.speech import distill_data
@@ -32,7 +31,6 @@ PROGRAMS = {
     "favor.eval.asr": evaluation.main,
     "favor.eval.speech.language_model": language_model.main,
     "favor.eval.speech.lexicon": lexicon.main,
-    "favor.eval.speech.synthesize": synthesize.main,
     "favor.eval.whisper_ctc": whisper_ctc.main,
     "favor.eval.whisper_ctc_long": whisper_ctc_long.main,
 }
@@ -59,8 +57,6 @@ def smaller(program, words):
         return ["A" if word in ("MORNING", "NEW YORK") else word for word in words]
     if program in ("favor.eval.speech.language_model", "favor.eval.speech.lexicon"):
         return words
-    if program == "favor.eval.speech.synthesize":
-        return ["piper:some_voice" if word.startswith("piper:") else word for word in [*words, "--hours", "0.002"]]
     if program == "favor.eval.whisper_ctc":
         names = {"gemma": "causal", "out/phonemes_1": "out/phonemes_head"}  # no command makes the second seed
         words = [names.get(word, word) for word in words]
@@ -97,8 +93,6 @@ def place(tmp_path, monkeypatch):
     spoken = "".join(f"{word.lower()} {' '.join(word)}\n" for word in [*WORDS, "AND", "FACED"])
     (tmp_path / "cmudict.dict").write_text(spoken)
     (tmp_path / "novel.txt").write_text(NOVEL)
-    install(tmp_path / "bin", monkeypatch, "flite", "espeak-ng")
-    install_piper(monkeypatch)
     monkeypatch.setattr(whisper_ctc_long, "isolated", isolated_here)
     monkeypatch.setattr(distill, "CALIBRATION_SAMPLES", 1)
     monkeypatch.setattr(distill_data, "JOIN_SECONDS", 1.0)
@@ -121,11 +115,8 @@ def test_the_commands_of_the_guide_run(place, fresh_accelerator):
             assert (place / words[words.index("--output_file") + 1]).read_text().startswith(first)
             continue
         ran.append(words[words.index("--output_dir") + 1])
-        if program == "favor.eval.speech.synthesize":
-            assert (place / ran[-1] / "synthetic.jsonl").read_text()
-            continue
         name = RESULTS.get(program, f"{program.rpartition('.')[2]}.json")
         assert json.loads((place / ran[-1] / name).read_text())
     assert {"out/asr", "out/asr/test", "out/noisy", "out/shards", "out/shards/test", "out/linear"} <= set(ran)
     assert {"out/phonemes_errors", "out/mean_errors", "out/voices_errors"} <= set(ran)
-    assert {"out/whisper", "synthetic", "out/mixed", "out/final", "out/phonemes", "out/voices"} <= set(ran)
+    assert {"out/whisper", "out/phonemes", "out/voices"} <= set(ran)

@@ -14,8 +14,8 @@ from tiny_whisper import SPECIAL, make_processor, save
 from favor.eval import asr as evaluation
 from favor.eval import whisper_ctc, whisper_ctc_long
 from favor.eval.language.models import load as load_language_model
-from favor.eval.speech import rescoring
-from favor.eval.speech.rescoring import language_scores, rescored, text_scores, texts_before
+from favor.eval.speech import scores as scoring
+from favor.eval.speech.scores import language_scores, rescored, text_scores, texts_before
 from favor.eval.whisper import load
 from favor.eval.whisper_ctc_long import WAYS
 from favor.models.speech import ConformerProcessor, WordLexicon, write_arpa
@@ -83,7 +83,7 @@ def test_all_passes(place, causal):
 
 @pytest.mark.parametrize("at_once", [1, 32])
 def test_second_scores_are_those_of_transformers(place, monkeypatch, at_once):
-    monkeypatch.setattr(rescoring, "TEXTS", at_once)
+    monkeypatch.setattr(scoring, "TEXTS", at_once)
     model, processor = load(place / "whisper")
     utterances = load_speech(place, "dev")[0][:2]
     texts = [[("BAD CAB", -1.0), ("FACE", -2.0)], [("ACE", -1.0)]]
@@ -101,7 +101,7 @@ def test_second_scores_are_those_of_transformers(place, monkeypatch, at_once):
 
 @pytest.mark.parametrize("at_once", [1, 32])
 def test_scores_of_a_causal_model_are_those_of_transformers(causal, monkeypatch, at_once):
-    monkeypatch.setattr(rescoring, "TEXTS", at_once)
+    monkeypatch.setattr(scoring, "TEXTS", at_once)
     model, tokenizer = load_language_model(str(causal))
     found = language_scores(model, tokenizer, [[("BAD CAB", -1.0), ("FACE", -2.0)], [("Ace", -1.0)]])
     for text, score in zip(["bad cab", "face", "Ace"], [*found[0], *found[1]], strict=True):
@@ -113,7 +113,7 @@ def test_scores_of_a_causal_model_are_those_of_transformers(causal, monkeypatch,
 
 @pytest.mark.parametrize("at_once", [1, 32])
 def test_a_causal_model_reads_what_was_said_before(causal, monkeypatch, at_once):
-    monkeypatch.setattr(rescoring, "TEXTS", at_once)
+    monkeypatch.setattr(scoring, "TEXTS", at_once)
     model, tokenizer = load_language_model(str(causal))
     texts = [[("BAD CAB", -1.0), ("FACE", -2.0)], [("ACE", -1.0)]]
     found = language_scores(model, tokenizer, texts, [["A BED", "DAD"], []])
@@ -173,9 +173,10 @@ def test_without_the_ngram_model_the_ctc_loss_of_torch_remains(place):
 def test_long_recordings(place, monkeypatch):
     """Every way has its row; windows and one pass of a short recording find the text of its only window."""
     monkeypatch.setattr(whisper_ctc_long, "isolated", isolated_here)
+    monkeypatch.setattr(whisper_ctc_long, "EXACT_MINUTES", 0.04)
     times = ["--step", "0.2", "--look_ahead", "0.2", "--context", "1"]
     words = [str(place / "model"), "--data_dir", str(place), "--split", "dev", "--minutes", "0.03", "0.05", *times]
-    words += ["--max_exact_minutes", "0.04", "--num_features", "8", "--selected_keys", "8", "--output_dir", str(place)]
+    words += ["--output_dir", str(place)]
     assert whisper_ctc_long.main(words) == 0
     cells = json.loads((place / "whisper_ctc_long.json").read_text())["cells"]
     assert [(cell["minutes"], cell["way"]) for cell in cells] == [(m, way) for m in (0.03, 0.05) for way in WAYS]

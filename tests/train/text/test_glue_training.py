@@ -22,7 +22,6 @@ from transformers import (
     DistilBertForSequenceClassification,
 )
 
-from favor.eval.glue import checkpoints as saved_runs
 from favor.models.bert import PerformerBertForSequenceClassification
 from favor.train import glue
 from favor.train.common import checkpoint
@@ -111,11 +110,6 @@ def test_both_halves_of_mnli_are_trained_and_evaluated_with_distractors(train, t
         assert results["metrics"][name] == score_again(tmp_path / "run", data, split)["accuracy"]
     assert results["eval_samples"] == {"validation_matched": 5, "validation_mismatched": 5}
     assert example(printed) in ("entailment", "neutral", "contradiction")
-    scores, lengths = saved_runs.evaluate(tmp_path / "run", results, str(glue_folder))
-    assert scores == results["metrics"]  # of both development sets
-    del results["arguments"]["distractors"]  # a run of an earlier version
-    _, short = saved_runs.evaluate(tmp_path / "run", results, str(glue_folder))
-    assert all(long >= own + 4 for long, own in zip(lengths, short, strict=True))
 
 
 def test_bert_with_a_favor_backend_is_saved_as_performer_bert_and_fine_tuned_with_it(train, tmp_path):
