@@ -18,7 +18,7 @@ def test_biases_by_finite_differences(name):
     hidden[0, 0, 3:] = True
 
     def of_keys(rows):
-        return key_bias(family, rows, params, 0.4, hidden, None).masked_fill(hidden, 0.0)
+        return key_bias(family.alpha, rows, params, 0.4, hidden, None).masked_fill(hidden, 0.0)
 
     def of_queries(rows):
         return query_bias(rows, params, 2, 6, 0.4, None)

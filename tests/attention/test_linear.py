@@ -20,7 +20,7 @@ def test_numerator_and_denominator_are_unbiased(name):
     params = family.fit(root * query.unflatten(1, (2, 2)).flatten(2, 3), root * key)
     hidden = torch.zeros(2, 1, 7, dtype=torch.bool)
     hidden[0, 0, 5:] = True
-    of_keys = key_bias(family, key, params, SCALE, hidden, None)  # [B, Hk, S]
+    of_keys = key_bias(family.alpha, key, params, SCALE, hidden, None)  # [B, Hk, S]
     of_queries = query_bias(query, params, 2, FEATURES, SCALE, None)  # [B, H, L]
     omega = family.draw(FEATURES, 4, generator=generator, batch_shape=(DRAWS, 1, 2))
     to_query, to_key, offset = family.directions(root * omega, params, root)

@@ -5,10 +5,9 @@ import torch
 from transformers import BertConfig, BertModel
 
 import favor
-from favor.attention.padding import Compaction
+from favor.attention.packing import Compaction
 from favor.features.linalg import inverse
 from favor.features.moments import places_of
-from favor.integrations import exact
 from favor.kernels import exported, linear_attention
 from favor.kernels.naive import naive_linear_attention
 from favor.kernels.operands import Geometry, Operands
@@ -136,7 +135,7 @@ def test_exact_below_is_no_choice_of_a_program():
 
 @pytest.mark.parametrize("limits", [{"max": 49}, {"min": 50}])
 def test_lengths_on_one_side_of_exact_below_are_exported(limits, caplog):
-    exact._warn_of_tracing.cache_clear()
+    favor.config.warn_once.cache_clear()
     model, length = model_of("favor+", exact_below=50), 40 if "max" in limits else 100
     with torch.no_grad():
         run = torch.export.export(model, (), batch_of(length), dynamic_shapes=shapes(**limits)).module()

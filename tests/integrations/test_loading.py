@@ -120,7 +120,7 @@ def test_a_saved_model_takes_up_its_backend_again(tmp_path, caplog):
 
 
 def test_options_that_landmarks_do_not_have_any_more_are_told_once_and_not_read(tmp_path, caplog):
-    favor.config._tell.cache_clear()
+    favor.config.warn_once.cache_clear()
     model = BERT.build("landmark", num_features=4, selected_keys=6, exact_below=0)
     model.save_pretrained(tmp_path)
     path, found = tmp_path / "config.json", []

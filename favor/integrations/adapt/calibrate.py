@@ -12,9 +12,8 @@ from transformers import PreTrainedModel
 from favor import features as families
 from favor.config import FavorConfig, feature_family
 from favor.features import Moments, Parameters, PositiveFeatures
-from favor.integrations.adapt.feature_weights import fit_weights
+from favor.integrations.adapt.feature_weights import Samples, fit_weights
 from favor.integrations.adapt.observe import Observation, observe_batches
-from favor.integrations.adapt.samples import Samples
 from favor.integrations.backend import model_options
 from favor.integrations.configure import configure
 from favor.integrations.layer import attention_modules, stored_choice
@@ -24,11 +23,7 @@ REFINE_STEPS = 300
 
 
 class Statistics:
-    """Moments of queries and keys of every attention layer and head, over any number of batches.
-
-    Args:
-        features: the family whose `moments` are taken.
-    """
+    """Moments, as the family takes them, of queries and keys of every layer and head, over any number of batches."""
 
     def __init__(self, features: PositiveFeatures) -> None:
         self.features = features
@@ -37,26 +32,24 @@ class Statistics:
 
     def __call__(self, seen: Observation) -> None:
         """Adds one call of a layer; each sequence counts by its number of tokens."""
-        batch, key_heads = seen.key.shape[:2]
+        batch, key_heads, length = *seen.key.shape[:2], seen.query.shape[2]
         groups = seen.query.shape[1] // key_heads
         # One set of moments for each sequence and query head, [B, Hk, G, ...]; the heads of a group are pooled.
-        x, y = seen.query.unflatten(1, (key_heads, groups)), seen.key.unsqueeze(2)
+        x, y = seen.query.unflatten(1, (key_heads, groups)), seen.key.unsqueeze(2).expand(-1, -1, groups, -1, -1)
         masks = [
             None if mask is None else mask[:, None, None].expand(-1, key_heads, groups, -1)
             for mask in (seen.query_padding, seen.padding)
         ]
-        y = y.expand(-1, -1, groups, -1, -1)
         moments = self.features.moments(x, y, *masks, scale=seen.scale, is_causal=seen.is_causal)
         flat = Moments(*(t.transpose(1, 2).flatten(0, 1).double().cpu() for t in moments.tensors()))
-        count = torch.full((batch,), x.shape[3]) if seen.padding is None else seen.padding.sum(-1).cpu()
-        pooled = Moments.pooled(flat, count.repeat_interleave(groups))
-        self.longest = max(self.longest, x.shape[3])
-        number, total = seen.layer, float(count.sum())
-        if number in self.layers:
-            before, weight = self.layers[number]
+        count = torch.full((batch,), length) if seen.padding is None else seen.padding.sum(-1).cpu()
+        pooled, total = Moments.pooled(flat, count.repeat_interleave(groups)), float(count.sum())
+        self.longest = max(self.longest, length)
+        if seen.layer in self.layers:
+            before, weight = self.layers[seen.layer]
             both = Moments(*(torch.stack(pair) for pair in zip(before.tensors(), pooled.tensors(), strict=True)))
             pooled, total = Moments.pooled(both, torch.tensor([weight, total])), weight + total
-        self.layers[number] = (pooled, total)
+        self.layers[seen.layer] = (pooled, total)
 
     def parameters(self) -> dict[int, Parameters]:
         """Fits the parameters of every layer in closed form, `[Hk, d, d]`."""
@@ -76,18 +69,7 @@ def gather(
     max_batches: int | None = None,
     also: Callable[[Observation], None] | None = None,
 ) -> Statistics:
-    """Runs a model with exact attention over data and gathers `Statistics`.
-
-    Args:
-        model: any transformers model; the training mode of each module is restored afterwards.
-        dataloader: batches as for `favor.calibrate`.
-        features: the family whose statistics are wanted.
-        max_batches: number of batches after which to stop; None (default) takes all.
-        also: a further function to call with every observation.
-
-    Raises:
-        ValueError: if there is no batch, or no attention layer ran.
-    """
+    """Runs a model with exact attention over data and gathers `Statistics`; `also` is called with every observation."""
     statistics = Statistics(features)
 
     def callback(seen: Observation) -> None:
@@ -212,12 +194,7 @@ def fit_to_data(
     store: bool,
     max_batches: int | None,
 ) -> Statistics:
-    """Gathers the statistics of a family and, with `store`, puts its parameters into the model.
-
-    Args:
-        name, arguments: registry name of the family and its options.
-        model, dataloader, max_batches: as for `calibrate`.
-    """
+    """Gathers the statistics of a family, by name and options; with `store`, puts its parameters into the model."""
     family = _family(name, arguments)
     if not family.needs_statistics:
         raise ValueError(

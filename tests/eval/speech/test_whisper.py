@@ -14,7 +14,6 @@ from transformers.models.whisper.tokenization_whisper import WhisperTokenizer
 
 from favor.eval import whisper
 from favor.eval.speech import whisper_convert, whisper_report
-from favor.integrations.adapt import landmark_choice
 from favor.train.speech.data import Utterance
 from favor.train.speech.word_errors import ErrorCounts
 
@@ -202,7 +201,7 @@ def test_the_table(folder, tmp_path, monkeypatch):
 
     So are layers that chose under a budget for exact attention.
     """
-    monkeypatch.setattr(landmark_choice, "VALUES", {"num_features": (2,), "selected_keys": (0,)})
+    monkeypatch.setattr("favor.integrations.adapt.convert.VALUES", {"num_features": (2,), "selected_keys": (0,)})
     chapter = tmp_path / "LibriSpeech" / "dev" / "7" / "1"
     chapter.mkdir(parents=True)
     for i, seconds in enumerate((1.2, 0.9, 1.1, 1.3)):

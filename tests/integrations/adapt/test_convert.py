@@ -10,7 +10,7 @@ from transformers import BartConfig, BartForCausalLM, BartForConditionalGenerati
 import favor
 from favor.features import Parameters
 from favor.integrations.adapt.convert import Costs, allocate
-from favor.integrations.backend import by_head
+from favor.integrations.exact import by_head
 from favor.integrations.layer import stored_choice
 from favor.integrations.stored import update_choices
 

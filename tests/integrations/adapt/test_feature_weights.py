@@ -21,8 +21,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import favor
 from favor import favor_attention
+from favor.integrations.adapt.feature_weights import Samples
 from favor.integrations.adapt.observe import observe
-from favor.integrations.adapt.samples import Samples
 from favor.integrations.layer import attention_modules, change_state, stored_parameters
 from favor.integrations.stored import update_choices
 from favor.models.bert import PerformerBertConfig, PerformerBertModel
@@ -215,7 +215,7 @@ def test_a_calibrated_encoder_in_another_model_keeps_its_weights(tmp_path):
 
 
 def test_a_layer_used_at_several_depths_is_sampled_at_all(monkeypatch):
-    monkeypatch.setattr("favor.integrations.adapt.samples.SEQUENCES", 24)
+    monkeypatch.setattr("favor.integrations.adapt.feature_weights.SEQUENCES", 24)
     config = AlbertConfig(**SIZES, embedding_size=16, num_hidden_groups=1, max_position_embeddings=64)
     config.num_hidden_layers = 4
     samples, keys = Samples(0), []

@@ -9,8 +9,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import BartConfig, BartModel, BertModel, WhisperConfig, WhisperForConditionalGeneration
 
 import favor
-from favor.integrations.adapt import landmark_choice
-from favor.integrations.adapt.landmark_choice import Setting, cheapest_error
+from favor.integrations.adapt.convert import LayerErrors, Setting, cheapest_error
 from favor.integrations.adapt.observe import observe
 from favor.integrations.layer import attention_modules, stored_choice
 
@@ -20,7 +19,7 @@ AUTO = {"layers": "auto", "exact_below": 0}
 
 @pytest.fixture
 def few(monkeypatch):
-    monkeypatch.setattr(landmark_choice, "VALUES", FEW)
+    monkeypatch.setattr("favor.integrations.adapt.convert.VALUES", FEW)
 
 
 def share(model, length, heads=4, head_dim=4):
@@ -77,14 +76,14 @@ def test_more_budget_is_never_worse_and_none_is_overdrawn(few):
 def test_the_choice_is_the_best_of_all(few):
     """Against every combination of settings of both layers, and the errors against their definition."""
     seen = []
-    measured = landmark_choice.LayerErrors.means
+    measured = LayerErrors.means
 
     def kept(self):
         seen.append(measured(self))
         return seen[-1]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(landmark_choice.LayerErrors, "means", kept)
+        patch.setattr(LayerErrors, "means", kept)
         model = favor.convert(bert(), "landmark", dataloader=batches(), flop_budget=0.5, **AUTO)
     costs = {None: 1.0} | {each: sum(each) / 20 for each in (set(seen[0][1]) - {None})}
     layers = list(seen[0])

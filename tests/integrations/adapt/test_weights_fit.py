@@ -11,9 +11,8 @@ from test_calibrate import batches, bert, llama
 from favor import FavorConfig, favor_attention, features
 from favor.decomposition import mixture_proportions
 from favor.features import Parameters
-from favor.integrations.adapt.feature_weights import LayerFit, fit_weights
+from favor.integrations.adapt.feature_weights import LayerFit, Sample, fit_weights
 from favor.integrations.adapt.observe import observe
-from favor.integrations.adapt.samples import Sample
 
 HEADS, GROUPS, WIDTH = 2, 2, 8
 CONFIG = FavorConfig(num_features=12)
