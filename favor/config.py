@@ -134,14 +134,9 @@ class FavorConfig:
             window = f"window={self.window} is not read. Raise selected_keys instead."
             warn_once(f"{family.name} has no window any more, and {window}")
         elif self.window and not family.supports_window:
-            raise ValueError(
-                f"{called} does not estimate exp(x.y), so it cannot share a normaliser with an exact window; set "
-                "window=0, or use favor+, favor++ or favor#."
-            )
+            raise ValueError(f"{called} does not estimate exp(x.y), and has no window: use favor+, favor++ or favor#.")
         if self.statistics != "batch" and not family.takes_parameters and (given is None or "statistics" in given):
-            raise ValueError(
-                f'{called} attention has no parameters to store; set statistics="batch", got {self.statistics!r}.'
-            )
+            raise ValueError(f'{called} attention has no parameters to store: set statistics="batch".')
         if self.kernel not in ("auto", "torch") and not family.has_kernel and (given is None or "kernel" in given):
             raise ValueError(f'{called} attention has no Triton kernel; use kernel="auto" or "torch".')
 

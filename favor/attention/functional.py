@@ -79,9 +79,9 @@ class AttentionCall:
     def directions(self, family: RandomFeatures, key: Tensor, root: float = 1.0) -> Tensor:
         """Draws omega times `root`, `[Hk, M, d]`, in the type of the sums."""
         first, heads = self.key_heads or (0, key.shape[1])
-        sizes, choice = (self.num_features, key.shape[-1], heads), (self.orthogonal, self.seed, self.layer, self.redraw)
+        sizes, choice = (self.num_features, key.shape[-1], heads), (self.seed, self.layer, self.redraw)
         dtype = torch.float64 if key.dtype == torch.float64 else torch.float32
-        draw = Draw(family.draws_like, *sizes, *choice, key.device, dtype, root)
+        draw = Draw(family.draws_like, *sizes, self.orthogonal, *choice, key.device, dtype, root)
         if is_exporting():
             omega = exported_directions(*draw)
         elif isinstance(draw.source, str) and torch.compiler.is_compiling():
@@ -390,10 +390,8 @@ def _check_window(call: AttentionCall, family: Family, lengths: tuple[int, int])
             f"exact weights; got {family!r}. Use window=0.{instead if family.selects_keys else ''}"
         )
     if not call.is_causal and lengths[0] != lengths[1]:
-        raise ValueError(
-            f"a window needs queries and keys of the same tokens, got {lengths[0]} queries and {lengths[1]} keys; use "
-            "window=0 for cross attention."
-        )
+        counts = f"{lengths[0]} queries and {lengths[1]} keys"
+        raise ValueError(f"a window needs queries and keys of the same tokens, got {counts}; use window=0 for others.")
     packing = None if call.is_causal else call.packing
     if packing is not None and not torch.equal(packing.queries, packing.keys):
         raise ValueError("a window needs packed queries and keys of the same lengths; set window=0 for others.")

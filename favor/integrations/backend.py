@@ -133,10 +133,9 @@ def favor_attention_forward(
     call = Call(module, sees, scaling, dropout, packing)
     name, options = layer_options(module, backend)
     if name is None or sees.reach is not None or sees.dense:
-        where = "with a mask of all pairs" if sees.reach is None else f"keys at most {sees.reach} tokens away"
-        _account(
-            module, known, "exact: another part of the model was switched" if name is None else f"local: exact, {where}"
-        )
+        how = "with a mask of all pairs" if sees.reach is None else f"keys at most {sees.reach} tokens away"
+        account = "exact: another part of the model was switched" if name is None else f"local: exact, {how}"
+        _account(module, known, account)
         return exact_attention(call, query, key, value, attention_mask), None
 
     causal = sees.causal
@@ -226,7 +225,7 @@ def _estimated(
         plan = plan._replace(selected_keys=0)
     if isinstance(state, StreamLayer):
         if torch.is_grad_enabled() and query.requires_grad:
-            raise RuntimeError("a FavorCache passes no gradient to past tokens: use torch.no_grad() and a new cache.")
+            raise RuntimeError("a FavorCache is for inference: use torch.no_grad(), and a new cache.")
         state = state.read((backend, plan, dict(choice), redraw))
     has_window = is_self_attention(module, causal, query.shape[2], key.shape[2])
     has_window = has_window and registry.FAMILIES[plan.family].supports_window

@@ -86,9 +86,7 @@ class StreamLayer(CacheLayerMixin):
     def keep(self, key: Tensor, value: Tensor) -> None:
         """Puts a layer that keeps keys, of all tokens so far, in its own place, since attention is not causal."""
         if self.place is None or self.length != key.shape[-2]:
-            raise ValueError(
-                "a FavorCache is for causal layers, and this layer is not causal; use transformers' DynamicCache here."
-            )
+            raise ValueError("a FavorCache is for causal layers, and this one is not: use transformers' DynamicCache.")
         cache, number = self.place
         layer = DynamicLayer()
         layer.update(key, value)

@@ -25,6 +25,7 @@ _COMPILED = (
     "the model is compiled, so the length of a batch, padding included, is compared with exact_below, and a text can "
     "get another result in another batch: set exact_below=0."
 )
+_FOOT = "speed, memory: of attention alone, estimated, exact attention over all keys is 1; higher speed is better"
 _COLUMNS = ("layer", "runs", "why", "num_features", "window", "parameters", "speed", "memory")
 
 
@@ -91,8 +92,7 @@ class ModelDescription:
         counts = Counter(layer.runs for layer in self.layers)
         summary = ", ".join(f"{count} {runs}" for runs, count in counts.items()) or "no attention layers"
         head = f"{self.model}, {self.length} tokens on {self.device}: {summary}"
-        foot = "speed, memory: of attention alone, estimated, exact attention over all keys is 1; high speed is better"
-        return "\n".join([head, *lines, foot, *(f"note: {note}" for note in self.notes)])
+        return "\n".join([head, *lines, _FOOT, *(f"note: {note}" for note in self.notes)])
 
     __repr__ = __str__
 

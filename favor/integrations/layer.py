@@ -268,8 +268,7 @@ class RedrawCounter:
         modules = [module for module in self.model.modules() if layer_state(module) is not None]
         if len(modules) != len(state["calls"]):
             raise ValueError(
-                f"expected counts for {len(modules)} attention modules, got {len(state['calls'])}, which are of "
-                "another model."
+                f"counts of {len(state['calls'])} layers are of another model, not of these {len(modules)}."
             )
         for module, count in zip(modules, state["calls"], strict=True):
             change_state(module, calls=count)

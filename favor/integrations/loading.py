@@ -167,10 +167,7 @@ def check_name(name: Any) -> None:
     if not isinstance(name, str) or "/" in name or name == "eager" or name in ALL_ATTENTION_FUNCTIONS.valid_keys():
         return  # names with a slash are kernels of the hub
     if name.startswith("paged|") and (base := name.removeprefix("paged|")) in registry.BACKENDS:
-        raise ValueError(
-            f"{base} is not supported for continuous batching, which keeps keys in pages. "
-            'Use attn_implementation="sdpa".'
-        )
+        raise ValueError(f'{base} is not supported for continuous batching; use attn_implementation="sdpa".')
     near = get_close_matches(name.lower().replace("favour", "favor"), registry.BACKENDS, n=1)
     if near or "favo" in name.lower():
         hint, known = f"did you mean {near[0]!r}? " if near else "", ", ".join(map(repr, registry.BACKENDS))

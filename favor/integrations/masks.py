@@ -215,7 +215,7 @@ def visibility(
     if mask is None or shape[1] == 1 or rows_are_equal or is_tracing(mask):
         one_row = mask is not None and mask.ndim == 4 and mask.shape[2] == 1 < shape[1]
         causal = False if one_row else causal_of(module, is_causal)
-        return Visibility(causal, reach, None if mask is None else _key_padding(mask, *shape))
+        return Visibility(causal, reach, None if mask is None else _key_padding(mask, shape[0], shape[2]))
     if reach is not None:
         return Visibility(causal=False, dense=True)
     claimed = getattr(module, "is_causal", False) if is_causal is None else is_causal
@@ -236,17 +236,14 @@ def _check_prefix(module: nn.Module, sees: Visibility, shape: tuple[int, int, in
         )
 
 
-def _key_padding(mask: Tensor, batch: int, length: int, key_length: int) -> Tensor:
+def _key_padding(mask: Tensor, batch: int, key_length: int) -> Tensor:
     """Reads the padding `[B, S]`, True for real keys, from a mask `[B, S]` or `[B, 1, L, S]` whose rows are all equal.
 
     Raises a ValueError for another shape, other values than 0 and very negative ones, and rows that differ.
     """
     mask = _one_head(mask, key_length)
     if mask.shape[1] > 1 and mask.stride(1) != 0:
-        raise ValueError(
-            f"cannot read a materialised mask of shape {(batch, 1, length, key_length)} while compiling or recording a "
-            "CUDA graph; pass a 2D one."
-        )
+        raise ValueError("cannot read a materialised mask while compiling or recording a CUDA graph; pass a 2D one.")
     return _visible(mask[:, :1])[:, 0].expand(batch, -1)
 
 
@@ -282,14 +279,9 @@ def refuse(kwargs: dict[str, Any], module: nn.Module) -> None:
     check_not_scripted()
     for name, what in REFUSED.items():
         if kwargs.get(name) is not None:
-            raise ValueError(
-                f'favor attention does not support {what} (argument {name}). Use attn_implementation="sdpa" or '
-                f'"eager" for {type(module).__name__}.'
-            )
+            raise ValueError(f'favor attention does not support {what} (argument {name}); take "sdpa" or "eager".')
     if kwargs.get("output_attentions"):
-        raise ValueError(
-            'favor attention never forms the attention matrix; use attn_implementation="eager" for output_attentions.'
-        )
+        raise ValueError('favor attention never forms the attention matrix; use attn_implementation="eager".')
 
 
 def causal_of(module: nn.Module, is_causal: bool | None) -> bool:
@@ -298,9 +290,7 @@ def causal_of(module: nn.Module, is_causal: bool | None) -> bool:
         return is_causal
     own = getattr(module, "is_causal", None)
     if own is None:
-        raise ValueError(
-            f"{type(module).__name__} does not say whether it is causal; set its attribute is_causal to True or False."
-        )
+        raise ValueError(f"{type(module).__name__} does not say whether it is causal; set its attribute is_causal.")
     # Some encoders are built of layers that claim to be causal, and say elsewhere that they are not decoders.
     claims = (getattr(module.config, "is_causal", None), getattr(module, "is_decoder", None))
     return bool(own) and False not in claims

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -59,26 +59,6 @@ class Statistics:
         """Gives the mean log(1 + Var / K^2) of every layer and head `[Hk]`; below log M, M features suffice."""
         parameters = self.parameters()
         return {number: parameters[number].rho(moments) for number, (moments, _) in sorted(self.layers.items())}
-
-
-def gather(
-    model: PreTrainedModel,
-    dataloader: Iterable[Any],
-    *,
-    features: PositiveFeatures,
-    max_batches: int | None = None,
-    also: Callable[[Observation], None] | None = None,
-) -> Statistics:
-    """Runs a model with exact attention over data and gathers `Statistics`; `also` is called with every observation."""
-    statistics = Statistics(features)
-
-    def callback(seen: Observation) -> None:
-        statistics(seen)
-        if also is not None:
-            also(seen)
-
-    observe_batches(model, dataloader, callback, max_batches)
-    return statistics
 
 
 def calibrate(
@@ -145,14 +125,13 @@ def calibrate(
         steps = (REFINE_STEPS if family.learns_matrices else 0) if refine_steps is None else refine_steps
         samples, modules = Samples(config.window), attention_modules(model)
         drop_own(model, modules, options)  # before the weights are learned for what is exact
-        statistics = gather(model, dataloader, features=family, max_batches=max_batches, also=samples)
+        statistics = Statistics(family)
+        observe_batches(model, dataloader, (statistics, samples), max_batches)
         fits, keys, device = {}, {}, next(model.parameters()).device
         for number, parameters in statistics.parameters().items():
             own = stored_choice(modules[number])
-            heads = own.get("exact_heads", ())
-            fits[number] = fit_weights(
-                family, parameters, samples.layers[number], config, number, steps, exact_heads=heads, device=device
-            )
+            place = {"exact_heads": own.get("exact_heads", ()), "device": device}
+            fits[number] = fit_weights(family, parameters, samples.layers[number], config, number, steps, **place)
             keys[number] = weights_of(own, config.window, config, number)
         store_parameters(model, fits, name, weights=keys)
     return configure(model, attn_implementation, **{**options, "statistics": "calibrated"})
@@ -164,21 +143,14 @@ def _weighted_family(
     """Makes the family whose features get weights, after all that forbids them is ruled out."""
     family = _family(name, arguments)
     if not family.takes_parameters:
-        raise ValueError(
-            f"{name} features take no weights, which only positive ones have; use favor+, favor++ or favor#."
-        )
+        raise ValueError(f"{name} features take no weights, as positive ones do; use favor+, favor++ or favor#.")
     if config.redraw_interval:
-        raise ValueError(
-            "feature weights belong to the directions they were learned for, which "
-            f"redraw_interval={config.redraw_interval} would change; set redraw_interval=0."
-        )
+        interval = f"redraw_interval={config.redraw_interval}"
+        raise ValueError(f"weights belong to their directions, which {interval} would change; set redraw_interval=0.")
     allowed = refine_steps is None or (isinstance(refine_steps, int) and refine_steps >= 0)
     if not allowed or (refine_steps and not family.learns_matrices):
-        learning = " and ".join(sorted(one.name for one in families.REGISTRY.values() if one.learns_matrices))
-        raise ValueError(
-            f"refine_steps must be 0 for {name} features, or an integer of at least 0 for {learning}; got "
-            f"{refine_steps!r}."
-        )
+        known = " and ".join(sorted(one.name for one in families.REGISTRY.values() if one.learns_matrices))
+        raise ValueError(f"refine_steps must be 0 for {name} features, at least 0 for {known}; got {refine_steps!r}.")
     return family
 
 
@@ -197,11 +169,9 @@ def fit_to_data(
     """Gathers the statistics of a family, by name and options; with `store`, puts its parameters into the model."""
     family = _family(name, arguments)
     if not family.needs_statistics:
-        raise ValueError(
-            f"{name} features have no parameters to fit to data; use favor# with features wderf or cderf, favor++, or "
-            "favor+ with feature_weights=True."
-        )
-    statistics = gather(model, dataloader, features=family, max_batches=max_batches)
+        raise ValueError(f"{name} features have no parameters to fit; use favor#, favor++, or feature_weights=True.")
+    statistics = Statistics(family)
+    observe_batches(model, dataloader, (statistics,), max_batches)
     if store:
         store_parameters(model, statistics.parameters(), name)
     return statistics

@@ -89,40 +89,35 @@ def convert(
     config = FavorConfig.from_dict({**model_options(model.config).to_dict(), **options})
     if config.statistics == "corrected":
         raise ValueError('only favor.train.distill makes statistics="corrected"; convert with "batch" or "calibrated".')
-    if layers == "all" and config.statistics == "batch":
-        clear_choices(model)
-        return configure(model, attn_implementation, **options)
-    if dataloader is None:
-        raise ValueError('layers="auto" and statistics="calibrated" need data: pass a dataloader.')
-    name, arguments = feature_family(attn_implementation, config, options)
     entries: dict[int, dict[str, Any]] = {}
-    if layers == "auto" and REGISTRY[name].selects_keys:
-        fixed = [option for option, value in options.items() if value is not None]
-        measured = LayerErrors(get(name), config, fixed)
-        observe_batches(model, dataloader, measured, max_batches)
-        entries = measured.choices(flop_budget, length)
-        clear_choices(model)
-        configure(model, attn_implementation, **options)
-        update_choices(model, entries)
-        return model
-    if not REGISTRY[name].takes_parameters:
-        raise ValueError(
-            f'layers="auto" needs the variance of positive features, or landmarks, and {name} has neither; use "all".'
-        )
-    if layers == "auto" and config.statistics == "batch" and any(map(decodes_or_is_causal, model.modules())):
-        raise ValueError(
-            'layers="auto" of a decoder needs statistics="calibrated": causal layers fit no parameters themselves.'
-        )
+    if layers == "auto" or config.statistics == "calibrated":
+        if dataloader is None:
+            raise ValueError('layers="auto" and statistics="calibrated" need data: pass a dataloader.')
+        name, arguments = feature_family(attn_implementation, config, options)
+        _check_automatic(model, layers, name, config)
+        if layers == "auto" and REGISTRY[name].selects_keys:
+            measured = LayerErrors(get(name), config, [option for option, own in options.items() if own is not None])
+            observe_batches(model, dataloader, (measured,), max_batches)
+            entries = measured.choices(flop_budget, length)
+        else:
+            statistics = fit_to_data(model, dataloader, name, arguments, config.statistics == "calibrated", max_batches)
+            head_dim = {number: own.head_dim for number, (own, _) in statistics.layers.items()}
+            costs = Costs(length or statistics.longest, config.num_features, config.window, head_dim)
+            entries = allocate(statistics.rho(), costs, flop_budget) if layers == "auto" else {}
     clear_choices(model)
-    statistics = fit_to_data(model, dataloader, name, arguments, config.statistics == "calibrated", max_batches)
-    if layers == "auto":
-        rho = statistics.rho()
-        head_dim = {number: own.head_dim for number, (own, _) in statistics.layers.items()}
-        costs = Costs(length or statistics.longest, config.num_features, config.window, head_dim)
-        entries = allocate(rho, costs, flop_budget)
     configure(model, attn_implementation, **options)
     update_choices(model, entries)
     return model
+
+
+def _check_automatic(model: PreTrainedModel, layers: str, name: str, config: FavorConfig) -> None:
+    """Raises a ValueError if nothing says which layers a family estimates well."""
+    if layers == "auto" and REGISTRY[name].selects_keys:
+        return
+    if not REGISTRY[name].takes_parameters:
+        raise ValueError(f'layers="auto" needs positive features or landmarks, and {name} has neither; use "all".')
+    if layers == "auto" and config.statistics == "batch" and any(map(decodes_or_is_causal, model.modules())):
+        raise ValueError('layers="auto" of a decoder needs statistics="calibrated": causal layers fit none.')
 
 
 @dataclass
@@ -170,11 +165,9 @@ def allocate(rho: Mapping[int, Tensor], costs: Costs, budget: float) -> dict[int
     limit, spent = budget * whole, sum(costs.linear(layer, costs.window) * len(own) for layer, own in rho.items())
     costs.check(budget, spent, whole)
     exact: dict[int, list[int]] = {layer: [] for layer in rho}
-    hopeless = sorted(
-        ((value, layer, head) for layer, own in rho.items() for head, value in enumerate(own.tolist())), reverse=True
-    )
+    heads = ((value, layer, head) for layer, own in rho.items() for head, value in enumerate(own.tolist()))
     left = []
-    for value, layer, head in hopeless:
+    for value, layer, head in sorted(heads, reverse=True):  # the worst first
         if value <= math.log(costs.num_features):
             break
         extra = costs.exact(layer) - costs.linear(layer, costs.window)
@@ -246,7 +239,7 @@ class LayerErrors:
         options |= {"key_padding_mask": seen.padding, "is_causal": seen.is_causal}
         options["use_statistics"] = not decodes(seen.module)
         for setting in settings:
-            out = favor_attention(*seen.tensors, **options, **setting._asdict())
+            out = favor_attention(seen.query, seen.key, seen.value, **options, **setting._asdict())
             errors.setdefault(setting, []).extend(relative_error(out, seen).sum(1).tolist())
 
     def means(self) -> dict[int, dict[Setting | None, float]]:

@@ -168,10 +168,7 @@ def fit_weights(
     """
     heads, _, head_dim = samples[0].y.shape
     if all(sample.window >= sample.y.shape[1] for sample in samples):
-        raise ValueError(
-            f"no sequence of the data is longer than window={samples[0].window}, so nothing is left for features to "
-            "estimate; pass longer sequences."
-        )
+        raise ValueError(f"no sequence of the data is longer than window={samples[0].window}; pass longer ones.")
     eye = torch.eye(head_dim).expand(heads, -1, -1)
     parameters = parameters.to(eye)
     matrices = {name: getattr(parameters, name).expand_as(eye) for name in ("transform", "inverse", "factor")}

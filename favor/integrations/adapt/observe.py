@@ -42,11 +42,6 @@ class Observation(NamedTuple):
     output: Tensor
 
     @property
-    def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Query, key and value."""
-        return self.query, self.key, self.value
-
-    @property
     def is_self_attention(self) -> bool:
         """Whether queries and keys belong to the same tokens, so that a window has a meaning."""
         return is_self_attention(self.module, self.is_causal, self.query.shape[2], self.key.shape[2])
@@ -102,7 +97,7 @@ def observe(model: PreTrainedModel, callback: Callable[[Observation], None]) -> 
 def observe_batches(
     model: PreTrainedModel,
     dataloader: Iterable[Any],
-    callback: Callable[[Observation], None],
+    callbacks: Iterable[Callable[[Observation], None]],
     max_batches: int | None = None,
 ) -> None:
     """Runs a model in evaluation mode over data, as for `favor.calibrate`, and reports each call as `observe` does.
@@ -113,7 +108,8 @@ def observe_batches(
 
     def note(seen: Observation) -> None:
         layers.add(seen.layer)
-        callback(seen)
+        for callback in callbacks:
+            callback(seen)
 
     with evaluating(model), observe(model, note):
         for batch in islice(dataloader, max_batches):

@@ -158,11 +158,3 @@ def test_what_has_no_data_keeps_its_weight():
         fit_weights(features.get("sderf"), fit_of(features.get("sderf"), samples).parameters, samples, CONFIG, 3, 0)
     fit = fit_of(features.get("sderf"), samples)
     assert not fit.weighted(fit.parameters, 5).log_weights.any()
-
-
-def test_weights_of_another_number_of_features_are_refused():
-    own = sample()
-    fit = fit_of(features.get("sderf"), [own])
-    short = replace(fit.parameters, log_weights=torch.zeros(HEADS, 5))
-    with pytest.raises(ValueError, match="hold weights of 5 features, and there are 12"):
-        attention_matrix(own, "sderf", short)
