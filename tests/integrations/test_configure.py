@@ -1,6 +1,5 @@
 """`favor.configure` on whole models and on parts, and `favor.describe`."""
 
-import copy
 import threading
 
 import pytest
@@ -10,6 +9,7 @@ from architectures import ARCHITECTURES, tokens, whisper_features
 from pairwise import pairs
 
 import favor
+from favor.integrations.layer import FirstPass
 
 BERT, LLAMA = (next(a for a in ARCHITECTURES if a.name == name) for name in ("bert", "llama"))
 SMALL = {"num_features": 4, "exact_below": 0}
@@ -158,25 +158,14 @@ def test_the_log_tells_once_what_ran_and_the_description_agrees(architecture, ca
 
 def test_replicas_that_run_side_by_side_are_one_first_pass(caplog):
     """As `nn.DataParallel` runs them: each in a thread of its own, layers in any order."""
-    model = BERT.build("landmark", **SMALL)
-    replicas = [copy.copy(layer.attention.self) for layer in model.encoder.layer]
-    turn = threading.Barrier(2, timeout=60)
-
-    def run(layers, x):
-        for layer in layers:
-            turn.wait()
-            layer(x)
-
-    with caplog.at_level("INFO", "favor"), torch.no_grad():
-        x = torch.randn(1, 24, model.config.hidden_size)
-        threads = [
-            threading.Thread(target=run, args=(layers, x))
-            for layers in ([layer.attention.self for layer in model.encoder.layer], replicas)
-        ]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+    first, account = FirstPass("BertModel", frozenset({0, 1})), ("linear: landmark", 24)
+    with caplog.at_level("INFO", "favor"):
+        first.note(0, *account)
+        replica = threading.Thread(target=first.note, args=(0, *account))
+        replica.start()
+        replica.join()
+        assert not first.is_told
+        first.note(1, *account)
     (line,) = [record.message for record in caplog.records if "first forward pass" in record.message]
     assert "2 layers linear: landmark" in line
 

@@ -225,7 +225,7 @@ MALFORMED = {
     "entry text": ({"favor_layers": {LAYER: "x"}}, "must be a dictionary, got 'x'"),
     "no heads": ({"favor_layers": {LAYER: {**ENTRY, "key_heads": None}}}, "key_heads must be an integer from 1"),
     "part text": ({"favor_parts": "x"}, "config.favor_parts must be"),
-    "part": ({"favor_parts": {"encoder": {"num_features": 8}}}, 'config.favor_parts."encoder".. must be'),
+    "part": ({"favor_parts": {"encoder": {"num_features": 8}}}, "favor_parts.*must be a dictionary with"),
     "missing heads": (
         {"favor_layers": {LAYER: {"family": "wderf", "kind": "calibrated"}}},
         "key_heads, head_dim is missing",

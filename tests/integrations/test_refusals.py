@@ -48,7 +48,7 @@ def test_attention_weights_are_refused():
     model = BERT.build("favor+", exact_below=0)
     module = model.encoder.layer[0].attention.self
     states = torch.randn(1, 4, 5, 8)
-    with pytest.raises(ValueError, match="output_attentions"):
+    with pytest.raises(ValueError, match="never forms the attention matrix"):
         favor_attention_forward("favor+", module, states, states, states, None, output_attentions=True)
 
 
