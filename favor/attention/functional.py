@@ -393,5 +393,7 @@ def _check_window(call: AttentionCall, family: Family, lengths: tuple[int, int])
         counts = f"{lengths[0]} queries and {lengths[1]} keys"
         raise ValueError(f"a window needs queries and keys of the same tokens, got {counts}; use window=0 for others.")
     packing = None if call.is_causal else call.packing
-    if packing is not None and not torch.equal(packing.queries, packing.keys):
+    if packing is None or packing.queries is packing.keys:  # a GPU waits for a look at them
+        return
+    if not torch.equal(packing.queries, packing.keys):
         raise ValueError("a window needs packed queries and keys of the same lengths; set window=0 for others.")
