@@ -3,7 +3,7 @@
 import pytest
 import torch
 import transformers as hf
-from architectures import ARCHITECTURES, padding_mask
+from architectures import padding_mask
 from transformers.masking_utils import (
     and_masks,
     bidirectional_mask_function,
@@ -16,7 +16,6 @@ from transformers.masking_utils import (
 from favor.integrations.masks import favor_mask, visibility
 
 PADDING = padding_mask().bool()
-BERT = next(a for a in ARCHITECTURES if a.name == "bert")
 
 
 def module(is_causal):
@@ -92,6 +91,9 @@ def test_masks_without_a_record_leave_causality_to_the_module(claims):
         assert sees.causal == claims
         assert sees.padding is None if mask is None else torch.equal(sees.padding, PADDING)
         assert visibility(module(claims), mask, not claims, (3, 24, 24)).causal != claims
+    encoder = module(claims)
+    encoder.is_decoder = False  # which is right where a layer claims to be causal
+    assert not visibility(encoder, None, None, (3, 24, 24)).causal
 
 
 @pytest.mark.parametrize("claims", [False, True])

@@ -102,6 +102,10 @@ def test_layers_are_found_by_name_in_submodels(tmp_path):
     model = BartForConditionalGeneration(config)
     number = model.model.encoder.layers[0].self_attn.favor_layer.number
     update_choices(model, {number: {"exact_heads": [0]}})
+    decoder = model.model.decoder.layers[0].self_attn.favor_layer
+    update_choices(model.model.decoder, {decoder.number: {"window": 8}})  # which does not know the encoder's
+    assert set(model.config.favor_layers) == {"encoder.layers.0.self_attn", decoder.name}
+    update_choices(model.model.decoder, {decoder.number: {"window": None}})
     model.save_pretrained(tmp_path)
     whole = BartForConditionalGeneration.from_pretrained(tmp_path)
     assert stored_choice(whole.model.encoder.layers[0].self_attn) == {"exact_heads": [0]}
