@@ -9,7 +9,7 @@ from importlib import import_module
 from importlib.metadata import version
 from typing import Any
 
-from favor import features, registry
+from favor import features, landmark, registry  # noqa: F401  landmark adds its family
 from favor.attention import favor_attention
 from favor.config import FavorConfig
 from favor.integrations.adapt.calibrate import calibrate

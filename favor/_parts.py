@@ -10,18 +10,11 @@ _DISTRIBUTIONS = {"sklearn": "scikit-learn", "flashlight": "flashlight-text"}
 
 
 def check_root(part: str, file: str) -> None:
-    """Raises ImportError if a part comes from another checkout than `favor` itself.
+    """Raises ImportError if a part, such as "favor.train", comes from another checkout than `favor` itself.
 
     In a checkout the folders `favor`, `models`, `train` and `eval` stand side by side; in an installed wheel the last
     three are inside `favor`. With two checkouts on one path Python takes each part from the first place where it finds
     it.
-
-    Args:
-        part: the module name of the part, such as "favor.train".
-        file: its `__file__`.
-
-    Raises:
-        ImportError: naming both folders.
     """
     home, folder = Path(__file__).resolve().parent, Path(file).resolve().parent
     if folder.parent not in (home, home.parent):
@@ -33,15 +26,7 @@ def check_root(part: str, file: str) -> None:
 
 
 def needs(extra: str, *packages: str) -> None:
-    """Raises ImportError for the first package that is not installed; imports nothing.
-
-    Args:
-        extra: the extra of this distribution that installs them, such as "train".
-        packages: names as in an import statement.
-
-    Raises:
-        ImportError: naming the package and the extra.
-    """
+    """Raises ImportError for the first package that is not installed, with the extra that has it; imports nothing."""
     for package in packages:
         if find_spec(package) is None:
             raise ImportError(

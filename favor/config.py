@@ -83,30 +83,29 @@ class FavorConfig:
     selected_keys: int | None = None
 
     def __post_init__(self) -> None:
-        self._check_integer("num_features", minimum=1, maximum=MOST_FEATURES)
+        self._check_integer("num_features", 1, MOST_FEATURES)
         self._check_integer("seed")
-        self._check_integer("redraw_interval", minimum=0)
-        for name in ("window", "selected_keys"):
-            if name != "selected_keys" or self.selected_keys is not None:
-                self._check_integer(name, minimum=0, maximum=MOST_TOKENS)
+        self._check_integer("redraw_interval", 0)
+        self._check_integer("window", 0, MOST_TOKENS)
+        if self.selected_keys is not None:
+            self._check_integer("selected_keys", 0, MOST_TOKENS)
         if not isinstance(self.orthogonal, bool):
             raise TypeError(f"orthogonal must be True or False, got {self.orthogonal!r}.")
         if self.exact_below != "auto":
             if isinstance(self.exact_below, str):
                 raise ValueError(f'exact_below must be "auto" or an integer, got {self.exact_below!r}.')
-            self._check_integer("exact_below", minimum=0)
-        families = registry.FAMILIES.values()
-        forms = dict.fromkeys(form for family in families for form in family.factorizations)
+            self._check_integer("exact_below", 0)
+        forms = dict.fromkeys(form for family in registry.FAMILIES.values() for form in family.factorizations)
         for name, allowed in (
             ("features", (None, *registry.selectable())),
             ("factorization", ("auto", *forms)),
             ("statistics", STATISTICS),
             ("kernel", KERNELS),
         ):
-            if getattr(self, name) not in allowed:
-                choices = ", ".join(repr(choice) for choice in allowed)
-                hint = registry.did_you_mean(getattr(self, name), allowed)
-                raise ValueError(f"{name} must be one of {choices}; got {getattr(self, name)!r}.{hint}")
+            value = getattr(self, name)
+            if value not in allowed:
+                choices, hint = ", ".join(map(repr, allowed)), registry.did_you_mean(value, allowed)
+                raise ValueError(f"{name} must be one of {choices}; got {value!r}.{hint}")
         if self.features is not None:
             self.check_family(registry.FAMILIES[self.features])
 
@@ -125,46 +124,36 @@ class FavorConfig:
         if (given is None or family.factorizations) and self.factorization not in forms:
             choices = ", ".join(map(repr, forms))
             raise ValueError(f"factorization of {family.name} must be one of {choices}; got {self.factorization!r}.")
-        if given is not None:
-            self._check_ignored(family, called, given)
-        if self.window and not family.supports_window and not family.selects_keys:
-            raise ValueError(
-                f"{called} does not estimate exp(x.y), so it cannot share a normaliser with an exact window; set "
-                "window=0, or use favor+, favor++ or favor#."
-            )
+        self._check_ignored(family, called, given or ())
         if self.window and family.selects_keys:
             if given is not None and "window" in given:
                 raise ValueError(
                     f"{called} has no window: it reads the keys that matter, near or far, and causal layers always "
                     f"read the last ones. Set window=0 and raise selected_keys; got window={self.window}."
                 )
-            _tell(
-                f"{family.name} has no window any more, and window={self.window} is not read. Raise selected_keys "
-                "instead."
-            )
+            window = f"window={self.window} is not read. Raise selected_keys instead."
+            warn_once(f"{family.name} has no window any more, and {window}")
+        elif self.window and not family.supports_window:
+            raise ValueError(f"{called} does not estimate exp(x.y), and has no window: use favor+, favor++ or favor#.")
         if self.statistics != "batch" and not family.takes_parameters and (given is None or "statistics" in given):
-            raise ValueError(
-                f'{called} attention has no parameters to store; set statistics="batch", got {self.statistics!r}.'
-            )
-        asked = given is None or "kernel" in given
-        if self.kernel not in ("auto", "torch") and not family.has_kernel and asked:
+            raise ValueError(f'{called} attention has no parameters to store: set statistics="batch".')
+        if self.kernel not in ("auto", "torch") and not family.has_kernel and (given is None or "kernel" in given):
             raise ValueError(f'{called} attention has no Triton kernel; use kernel="auto" or "torch".')
 
     def _check_ignored(self, family: type[registry.Family], called: str, given: Collection[str]) -> None:
         """Raises a ValueError for options that were asked for now and that a family does not read."""
-        ignored = []
-        if not family.counts_features:
-            ignored.append("num_features")
-        if not family.is_drawn:
-            ignored += ["orthogonal", "redraw_interval"]
-        if not family.selects_keys:
-            ignored.append("selected_keys")
-        if called in registry.BACKENDS and len(registry.BACKENDS[called]) == 1 and self.features != family.name:
-            ignored.append("features")
-        for name in ignored:
-            default = type(self).__dataclass_fields__[name].default
-            if name in given and getattr(self, name) != default:
-                raise ValueError(f"{called} attention does not read {name}, got {name}={getattr(self, name)!r}.")
+        chooses = called not in registry.BACKENDS or len(registry.BACKENDS[called]) > 1
+        is_read = {
+            "num_features": family.counts_features,
+            "orthogonal": family.is_drawn,
+            "redraw_interval": family.is_drawn,
+            "selected_keys": family.selects_keys,
+            "features": chooses or self.features == family.name,
+        }
+        for name in given:
+            value, default = getattr(self, name), type(self).__dataclass_fields__[name].default
+            if not is_read.get(name, True) and value != default:
+                raise ValueError(f"{called} attention does not read {name}, got {name}={value!r}.")
 
     def _check_integer(self, name: str, minimum: int | None = None, maximum: int | None = None) -> None:
         value = getattr(self, name)
@@ -194,12 +183,7 @@ class FavorConfig:
         return measured.windowed[device_type] * keys if self.window and not is_causal else keys
 
     def selected(self, family: str, is_causal: bool) -> int:
-        """Gives the number of selected keys of a layer; 0 for families that select none.
-
-        Args:
-            family: its name.
-            is_causal: whether queries see earlier keys only.
-        """
+        """Gives the number of selected keys of a layer; 0 for families that select none."""
         known = registry.FAMILIES[family]
         if not known.selects_keys:
             return 0
@@ -221,7 +205,7 @@ class FavorConfig:
         options = {name: value for name, value in (options or {}).items() if name != BACKEND}
         gone = [name for name in _GONE if options.pop(name, 0)]
         if gone:
-            _tell(f"options of an older version are left out: {', '.join(gone)}. Landmarks have no such sizes now.")
+            warn_once(f"options of an older version are left out: {', '.join(gone)}. Landmarks have no such sizes now.")
         known = [field.name for field in fields(cls)]
         unknown = sorted(map(str, set(options) - set(known)))
         if unknown:
@@ -231,20 +215,16 @@ class FavorConfig:
 
 
 @cache
-def _tell(message: str) -> None:
+def warn_once(message: str) -> None:
+    """Warns in the log, once for each message."""
     logging.getLogger("favor").warning("favor: %s", message)
 
 
 def feature_family(backend: str, config: FavorConfig, given: Collection[str] = ()) -> tuple[str, dict[str, Any]]:
     """Gives the name and options of the family that a backend runs, as `favor.features.get` takes them.
 
-    Args:
-        backend: a value of `attn_implementation`.
-        config: the options.
-        given: options that were asked for now, see `FavorConfig.check_family`.
-
-    Raises:
-        ValueError: for features that the backend does not run, or options that the family does not have.
+    Raises a ValueError for features that the backend does not run, and for options that the family does not have;
+    `given` are those that were asked for now, see `FavorConfig.check_family`.
     """
     family = registry.family_of(backend, config.features)
     config.check_family(family, backend, given)

@@ -126,13 +126,8 @@ class SoftmaxKernelSampler(ClassNamePrefixFeaturesOutMixin, TransformerMixin, Ba
                 raise ValueError(f"keys must have {rows.shape[1]} features as X has, got {keys.shape[1]}.")
         family = self._family()
         seed = check_random_state(self.random_state).randint(np.iinfo(np.int32).max)
-        omega = family.draw(
-            int(self.n_components),
-            rows.shape[1],
-            orthogonal=bool(self.orthogonal),
-            generator=torch.Generator().manual_seed(int(seed)),
-        )
-        self.omega_ = omega.numpy()
+        options: Any = {"orthogonal": bool(self.orthogonal), "generator": torch.Generator().manual_seed(int(seed))}
+        self.omega_ = family.draw(int(self.n_components), rows.shape[1], **options).numpy()
         self.center_, self.key_center_ = np.zeros((2, rows.shape[1]))
         self.parameters_: Parameters | None = None
         if isinstance(family, PositiveFeatures):
@@ -154,14 +149,7 @@ class SoftmaxKernelSampler(ClassNamePrefixFeaturesOutMixin, TransformerMixin, Ba
         return self._features(X, "query")
 
     def transform_keys(self, X: Any) -> np.ndarray:
-        """Computes features of the second argument of the kernel; `transform` itself unless `fit` was given keys.
-
-        Args:
-            X: rows `[m, n_features]`.
-
-        Returns:
-            `[m, n_components]`, float64.
-        """
+        """Computes `[m, n_components]` for the kernel's second argument; as `transform` unless `fit` was given keys."""
         return self._features(X, "key")
 
     @property
@@ -178,12 +166,11 @@ class SoftmaxKernelSampler(ClassNamePrefixFeaturesOutMixin, TransformerMixin, Ba
             logs, values = self._log_phi(rows, omega, side), torch.ones((), dtype=rows.dtype, device="cpu")
         logs = logs - math.log(omega.shape[0]) / 2
         if logs.numel() and logs.max() > LARGEST_LOG:
-            warnings.warn(
+            message = (
                 f"features up to exp({logs.max():.0f}) are cut at exp({LARGEST_LOG:.0f}), beyond which their products "
-                "are not finite; estimates are wrong for these rows. Lower scale, or standardise the data.",
-                RuntimeWarning,
-                stacklevel=3,
+                "are not finite; estimates are wrong for these rows. Lower scale, or standardise the data."
             )
+            warnings.warn(message, RuntimeWarning, stacklevel=3)
         return (logs.clamp(max=LARGEST_LOG).exp() * values).numpy()
 
     def _log_phi(self, rows: Tensor, omega: Tensor, side: Side) -> Tensor:
@@ -226,9 +213,6 @@ class SoftmaxKernelSampler(ClassNamePrefixFeaturesOutMixin, TransformerMixin, Ba
 
 def _families() -> dict[str, type[RandomFeatures]]:
     """Lists families that estimate the kernel for all pairs of rows alike: no weights by attention, no baselines."""
-    plain = {
-        name: family
-        for name, family in FAMILIES.items()
-        if issubclass(family, PositiveFeatures) and family.moments is PositiveFeatures.moments
-    }
+    positive = {name: family for name, family in FAMILIES.items() if issubclass(family, PositiveFeatures)}
+    plain = {name: own for name, own in positive.items() if own.moments is PositiveFeatures.moments}
     return {TrigRF.name: TrigRF, **plain}

@@ -2,7 +2,7 @@
 
 import pytest
 
-from favor.integrations.adapt import landmark_choice
+from favor.integrations.adapt import convert
 from favor.landmark import causal, kept
 
 SIZES = {"SECTION": 16, "BLOCK": 8, "STEP": 2, "SHARE": 2}
@@ -10,6 +10,6 @@ SIZES = {"SECTION": 16, "BLOCK": 8, "STEP": 2, "SHARE": 2}
 
 def set_small_sections(patch: pytest.MonkeyPatch) -> None:
     """Sets them until the patch ends."""
-    for module in (causal, kept, landmark_choice):
+    for module in (causal, kept, convert):
         for name in SIZES.keys() & vars(module).keys():
             patch.setattr(module, name, SIZES[name])

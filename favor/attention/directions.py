@@ -23,9 +23,6 @@ class Draw(NamedTuple):
         source: the family, its name, or a name of `favor.features.base.DRAWS`; a compiler can treat names as
             constants.
         num_features, head_dim, num_heads: M, d and Hk.
-        orthogonal: whether directions are orthogonal in blocks of d.
-        seed, layer, redraw: choose the directions.
-        device, dtype: of the result.
         root: factor of the result.
     """
 
@@ -75,15 +72,11 @@ def exported_directions(*numbers: Any) -> Tensor:
         return directions(Draw(*numbers))
 
 
-def _clone(*numbers: Any) -> Tensor:
-    # A compiler may write into what an operator returns, so it gets a copy.
-    return directions(Draw(*numbers)).clone()
-
-
-# `directions` for a compiler, which can treat a name as a constant and sees operators only.
+# `directions` for a compiler, which can treat a name as a constant and sees operators only. It may write into what an
+# operator returns, so it gets a copy.
 compiled_directions = torch.library.custom_op(
     "favor::directions",
-    _clone,
+    lambda *numbers: directions(Draw(*numbers)).clone(),
     mutates_args=(),
     schema="(str name, SymInt num_features, SymInt head_dim, SymInt num_heads, bool orthogonal, SymInt seed, "
     "SymInt layer, SymInt redraw, Device device, ScalarType dtype, float root=1.) -> Tensor",

@@ -1,30 +1,115 @@
-"""`favor_attention`: one call for every family, bidirectional, causal, cross and packed."""
+"""`favor_attention`: one call for every family, bidirectional, causal, cross and packed, checked once."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, TypedDict
 
 import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
-from favor import features as families
-from favor.attention import linear, signed
-from favor.attention.call import AttentionCall, CallOptions
-from favor.attention.padding import Compaction
-from favor.features import PositiveFeatures, SignedFeatures
-from favor.landmark import Landmarks
-from favor.landmark import attention as landmark
-from favor.registry import Family
+from favor.attention.directions import Draw, compiled_directions, directions, exported_directions, shape_of
+from favor.attention.packing import Compaction, Packing
+from favor.config import MOST_FEATURES, MOST_HEADS, MOST_TOKENS
+from favor.features import Parameters, RandomFeatures
+from favor.kernels import StreamState
+from favor.kernels.dispatch import check_not_scripted, has_shape_only, is_exporting
+from favor.registry import Family, get
 
-# Each has the signature `attend(family, query, key, value, call)`.
-_METHODS: dict[type[Any], Any] = {
-    PositiveFeatures: linear.attend,
-    SignedFeatures: signed.attend,
-    Landmarks: landmark.attend,
-}
+_METHODS: dict[type[Any], Callable[..., Tensor]] = {}
+
+
+def method(kind: type[Family]) -> Callable[[Callable[..., Tensor]], Callable[..., Tensor]]:
+    """Makes a function `attend(family, query, key, value, call)` compute attention by a kind of family; a decorator."""
+
+    def add(attend: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        _METHODS[kind] = attend
+        return attend
+
+    return add
+
+
+class CallOptions(TypedDict, total=False):
+    """Keyword arguments of `favor.favor_attention` beyond the common ones; its docstring explains them."""
+
+    query_padding_mask: Tensor | None
+    layer: int
+    redraw: int
+    orthogonal: bool
+    use_statistics: bool
+    parameters: Parameters | None
+    correction: Parameters | None
+    window: int
+    cu_seqlens_q: Tensor | None
+    cu_seqlens_k: Tensor | None
+    max_seqlen_q: int | None
+    max_seqlen_k: int | None
+    state: StreamState | None
+    kernel: str
+    key_heads: tuple[int, int] | None
+    selected_keys: int | None
+
+
+@dataclass(frozen=True)
+class AttentionCall:
+    """One call of attention in the form that every method takes; `favor.favor_attention` explains its arguments."""
+
+    num_features: int
+    is_causal: bool
+    scale: float
+    seed: int
+    layer: int = 0
+    redraw: int = 0
+    orthogonal: bool = True
+    use_statistics: bool = True
+    parameters: Parameters | None = None
+    correction: Parameters | None = None
+    window: int = 0
+    state: StreamState | None = None
+    kernel: str = "auto"
+    key_mask: Tensor | None = None
+    query_mask: Tensor | None = None
+    packing: Packing | None = None
+    key_heads: tuple[int, int] | None = None
+    selected_keys: int = 0
+
+    def directions(self, family: RandomFeatures, key: Tensor, root: float = 1.0) -> Tensor:
+        """Draws omega times `root`, `[Hk, M, d]`, in the type of the sums."""
+        first, heads = self.key_heads or (0, key.shape[1])
+        sizes, choice = (self.num_features, key.shape[-1], heads), (self.seed, self.layer, self.redraw)
+        dtype = torch.float64 if key.dtype == torch.float64 else torch.float32
+        draw = Draw(family.draws_like, *sizes, self.orthogonal, *choice, key.device, dtype, root)
+        if is_exporting():
+            omega = exported_directions(*draw)
+        elif isinstance(draw.source, str) and torch.compiler.is_compiling():
+            omega = compiled_directions(*draw)
+        elif has_shape_only(key):
+            omega = key.new_empty(shape_of(draw), dtype=draw.dtype)
+        else:
+            omega = directions(draw)
+        return omega if self.key_heads is None else omega[first : first + key.shape[1]]
+
+    def finite_padding(self, query: Tensor, key_length: int) -> Tensor:
+        """Puts 0 in place of NaN and infinity in padded queries `[B, H, L, d]`, whose finite numbers stay.
+
+        Their outputs are not read, but NaN times their gradient, which is 0, is NaN and would reach every key.
+        """
+        mask = self.query_padding(query.shape[2], key_length)
+        return query if mask is None else torch.where(mask[:, None, :, None], query, query.nan_to_num(0.0, 0.0, 0.0))
+
+    def query_padding(self, length: int, key_length: int) -> Tensor | None:
+        """Gives the mask of the queries, boolean `[B, L]`, True for real ones; None if nothing says which are padding.
+
+        Queries without a mask of their own are the tokens of the keys: the last ones in causal attention, all of them
+        if there are as many queries as keys.
+        """
+        if self.query_mask is not None or self.key_mask is None:
+            return self.query_mask
+        own = self.is_causal or length == key_length
+        return self.key_mask[:, key_length - length :] if own else None
 
 
 def favor_attention(
@@ -125,30 +210,21 @@ def favor_attention(
         >>> bool((out - exact).abs().max() < 1e-5)
         True
     """
-    family = families.get(features) if isinstance(features, str) else features
-    attend = next((method for kind, method in _METHODS.items() if isinstance(family, kind)), None)
+    family = get(features) if isinstance(features, str) else features
+    attend = next((attend for kind, attend in _METHODS.items() if isinstance(family, kind)), None)
     if attend is None:
-        raise TypeError(
-            f"features must be a name, a RandomFeatures instance or Landmarks, got {type(features).__name__}."
-        )
-    call = AttentionCall.of(
-        family,
-        (query, key, value),
-        scale=scale,
-        key_padding_mask=key_padding_mask,
-        num_features=num_features,
-        is_causal=is_causal,
-        seed=seed,
-        **options,
-    )
+        kind = type(features).__name__
+        raise TypeError(f"features must be a name, a RandomFeatures instance or Landmarks, got {kind}.")
+    common = {"num_features": num_features, "is_causal": is_causal, "scale": scale, "seed": seed}
+    call = _checked(family, (query, key, value), key_padding_mask, {**common, **options})
     if call.state is not None:
-        call.state.note(call.key_mask, key.shape[2], will_forget=isinstance(family, Landmarks))
+        call.state.note(call.key_mask, key.shape[2], will_forget=family.selects_keys)
     if 0 in (*query.shape[:3], value.shape[3]):  # nothing to compute; still a part of the graph
         nothing = 0 * (query.sum() + key.sum() + value.sum())
         return nothing.to(query.dtype).expand(*query.shape[:3], value.shape[3])
     given, length, compaction = query.dtype, query.shape[2], None
-    common = torch.promote_types(torch.promote_types(query.dtype, key.dtype), value.dtype)
-    query, key, value = query.to(common), key.to(common), value.to(common)
+    promoted = torch.promote_types(torch.promote_types(query.dtype, key.dtype), value.dtype)
+    query, key, value = query.to(promoted), key.to(promoted), value.to(promoted)
     query = call.finite_padding(query, key.shape[2])
     if call.key_mask is not None and call.window:  # blocks begin with the first real token, wherever the padding is
         compaction = Compaction.of(call.key_mask)
@@ -158,7 +234,7 @@ def favor_attention(
         if query_mask is not None and query_mask.shape == compaction.order.shape:
             query_mask = query_mask.gather(1, compaction.order)
         call = replace(call, key_mask=compaction.mask, query_mask=query_mask)
-    elif isinstance(family, Landmarks):
+    elif family.selects_keys:
         (query, key, value), call, compaction = _moved_apart((query, key, value), call)
     # Autocast would run the projections, and so the exponents, in half precision.
     kind = query.device.type
@@ -180,11 +256,7 @@ def _has_autocast(kind: str) -> bool:
 def _moved_apart(
     tensors: tuple[Tensor, Tensor, Tensor], call: AttentionCall
 ) -> tuple[tuple[Tensor, Tensor, Tensor], AttentionCall, Compaction | None]:
-    """Moves padding to the end, so that queries and keys begin with the first real one.
-
-    Returns:
-        Query, key and value; the call with their masks; how queries were moved, if they were.
-    """
+    """Moves padding to the end; gives the tensors, the call with their masks, and how queries were moved, if at all."""
     query, key, value = tensors
     queries, keys = call.query_padding(query.shape[2], key.shape[2]), call.key_mask
     compaction = None if queries is None else Compaction.of(queries)
@@ -195,3 +267,133 @@ def _moved_apart(
     if compaction is not None:
         query, queries = compaction.move(query), compaction.mask
     return (query, key, value), replace(call, key_mask=keys, query_mask=queries), compaction
+
+
+def _checked(
+    family: Family, tensors: tuple[Tensor, Tensor, Tensor], key_mask: Tensor | None, options: dict[str, Any]
+) -> AttentionCall:
+    """Checks a call of `favor_attention` and bundles it; errors name the argument, what was expected and what came."""
+    query, key, _ = tensors
+    check_not_scripted()
+    _check_whole(query)
+    _check_tensors(*tensors)
+    scale = options.pop("scale")
+    if scale is not None and not scale > 0:
+        raise ValueError(f"scale must be positive, got {scale}.")
+    unknown = sorted(options.keys() - CallOptions.__annotations__.keys() - {"num_features", "is_causal", "seed"})
+    if unknown:
+        known = ", ".join(sorted(CallOptions.__annotations__))
+        raise TypeError(f"favor_attention got an unknown argument {', '.join(unknown)}; its options are {known}.")
+    if options.get("selected_keys") is None:
+        options["selected_keys"] = family.default_selected[bool(options["is_causal"])]
+    query_mask = options.pop("query_padding_mask", None)
+    _check_masks((("key_padding_mask", key_mask, key), ("query_padding_mask", query_mask, query)))
+    length, keys = query.shape[2], key.shape[2]
+    if options["is_causal"] and length > keys:
+        raise ValueError(f"causal attention needs at least as many keys as queries, got {length} and {keys}.")
+    lengths = [options.pop(name, None) for name in ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")]
+    packing = None
+    if lengths[0] is not None or lengths[1] is not None:
+        packing = Packing.of(query, key, options["is_causal"], *lengths)
+        if not (key_mask is None and query_mask is None):
+            raise ValueError("a packed batch has no padding: pass either masks or cu_seqlens, not both.")
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    call = AttentionCall(scale=scale, key_mask=key_mask, query_mask=query_mask, packing=packing, **options)
+    _check_family(call, family, query, key)
+    return call
+
+
+def _check_whole(query: Tensor) -> None:
+    """Raises a ValueError if this process may have only a part of each sequence, which no later check could notice."""
+    if type(query).__name__ == "DTensor":
+        raise ValueError(
+            "attention needs ordinary tensors with whole sequences, got a DTensor. Give each process all tokens of its "
+            "heads (Shard(1) or Replicate()) and pass tensor.to_local()."
+        )
+    # torch's context_parallel replaces this function for as long as it is active.
+    fused = torch.nn.functional.scaled_dot_product_attention
+    if str(getattr(fused, "__module__", "")).startswith("torch.distributed."):
+        raise ValueError(
+            "favor attention was called inside torch's context_parallel, where each process has a part of each "
+            "sequence and would attend to that part alone. Leave context parallelism out (cp_size=1), or use "
+            'attn_implementation="sdpa".'
+        )
+
+
+def _check_tensors(query: Tensor, key: Tensor, value: Tensor) -> None:
+    for name, tensor in (("query", query), ("key", key), ("value", value)):
+        if not tensor.is_floating_point():
+            raise TypeError(f"{name} must be a floating-point tensor, got {tensor.dtype}.")
+        if tensor.ndim != 4:
+            raise ValueError(f"{name} must be [batch, heads, length, width], got shape {tuple(tensor.shape)}.")
+    batch, heads, _, head_dim = query.shape
+    if key.shape[0] != batch or key.shape[-1] != head_dim:
+        found = tuple(key.shape)
+        raise ValueError(f"key must have the batch size {batch} and width {head_dim} of query, got shape {found}.")
+    if value.shape[:3] != key.shape[:3]:
+        expected, found = tuple(key.shape[:3]), tuple(value.shape[:3])
+        raise ValueError(f"value must agree with key in batch, heads and length {expected}, got {found}.")
+    if key.shape[1] == 0 or heads % key.shape[1]:
+        raise ValueError(f"query heads must be a multiple of the key heads, got {heads} and {key.shape[1]}.")
+
+
+def _check_masks(masks: tuple[tuple[str, Tensor | None, Tensor], ...]) -> None:
+    for name, mask, rows in masks:
+        if mask is not None and mask.dtype != torch.bool:
+            raise TypeError(f"{name} must be boolean (True for real tokens), got {mask.dtype}.")
+        if mask is not None and mask.shape != (rows.shape[0], rows.shape[2]):
+            raise ValueError(f"{name} must be [{rows.shape[0]}, {rows.shape[2]}], got {tuple(mask.shape)}.")
+
+
+def _check_family(call: AttentionCall, family: Family, query: Tensor, key: Tensor) -> None:
+    """Raises a ValueError for sizes that are typing mistakes, and for what the family is not able to do."""
+    number, lengths = key.shape[1], (query.shape[2], key.shape[2])
+    first, heads = call.key_heads or (0, number)
+    if first < 0 or first + number > heads or heads > MOST_HEADS:
+        raise ValueError(
+            f"key_heads must be the number of the first of {number} key heads and how many there are in all, at "
+            f"most {MOST_HEADS}; got {call.key_heads}."
+        )
+    for name in ("window", "selected_keys"):
+        if not 0 <= getattr(call, name) <= MOST_TOKENS:
+            raise ValueError(f"{name} must be from 0 to {MOST_TOKENS}, got {getattr(call, name)}.")
+    if call.num_features > MOST_FEATURES:
+        raise ValueError(f"num_features must be at most {MOST_FEATURES}, got {call.num_features}.")
+    if call.state is not None:
+        _check_state(call, family, lengths)
+    if call.window:
+        _check_window(call, family, lengths)
+    if call.selected_keys and not family.selects_keys:
+        raise ValueError(f"{family.name} features select no keys; use selected_keys=0.")
+    if call.kernel not in ("auto", "torch") and not family.has_kernel:
+        raise ValueError(f'{family.name} features have no Triton kernel; use kernel="auto" or "torch".')
+    if not family.takes_parameters and not (call.parameters is None and call.correction is None):
+        raise ValueError(f"{family.name} features have no parameters that could be given or corrected.")
+
+
+def _check_state(call: AttentionCall, family: Family, lengths: tuple[int, int]) -> None:
+    if not family.supports_state:
+        raise ValueError(f"a state needs positive features or landmarks, got {family!r}; use pos, wderf or landmark.")
+    if not call.is_causal or call.packing is not None or lengths[0] != lengths[1]:
+        packed = ", and lengths" if call.packing is not None else ""
+        raise ValueError(
+            "a state is for causal self-attention without packing: is_causal=True, as many keys as queries, no "
+            f"cu_seqlens; got is_causal={call.is_causal}, {lengths[0]} queries and {lengths[1]} keys{packed}."
+        )
+
+
+def _check_window(call: AttentionCall, family: Family, lengths: tuple[int, int]) -> None:
+    if not family.supports_window or getattr(family, "alpha", 0) != 0:
+        instead = " Landmarks read the keys that matter, near or far: raise selected_keys."
+        raise ValueError(
+            "a window needs positive features of the softmax kernel (alpha = 0), which share a normaliser with "
+            f"exact weights; got {family!r}. Use window=0.{instead if family.selects_keys else ''}"
+        )
+    if not call.is_causal and lengths[0] != lengths[1]:
+        counts = f"{lengths[0]} queries and {lengths[1]} keys"
+        raise ValueError(f"a window needs queries and keys of the same tokens, got {counts}; use window=0 for others.")
+    packing = None if call.is_causal else call.packing
+    if packing is None or packing.queries is packing.keys:  # a GPU waits for a look at them
+        return
+    if not torch.equal(packing.queries, packing.keys):
+        raise ValueError("a window needs packed queries and keys of the same lengths; set window=0 for others.")

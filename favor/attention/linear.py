@@ -8,21 +8,20 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from favor.attention.call import AttentionCall
+from favor.attention.functional import AttentionCall, method
 from favor.attention.packing import Packing
 from favor.features import Moments, Parameters, PositiveFeatures
-from favor.features.linalg import joined
 from favor.kernels import extend, linear_attention
 from favor.kernels.dispatch import fuses, is_transformed, triton_module
 
 
+@method(PositiveFeatures)
 def attend(family: PositiveFeatures, query: Tensor, key: Tensor, value: Tensor, call: AttentionCall) -> Tensor:
     """Computes the attention output `[B, H, L, dv]` by positive random features."""
     scale, packing, state = call.scale, call.packing, call.state
@@ -40,7 +39,7 @@ def attend(family: PositiveFeatures, query: Tensor, key: Tensor, value: Tensor, 
     if offset.ndim == 2:
         query_directions, key_directions, offset = query_directions[None], key_directions[None], offset[None]
     hidden = None if call.key_mask is None else ~call.key_mask[:, None, :]
-    bias = key_bias(family, key, parameters, scale, hidden, packing)
+    bias = key_bias(family.alpha, key, parameters, scale, hidden, packing)
     options: dict[str, Any] = {} if packing is None else packing.for_kernel()
     if call.window:
         own = query_bias(query, parameters, key.shape[1], omega.shape[-2], scale, packing)
@@ -80,54 +79,33 @@ def _parameters(family: PositiveFeatures, query: Tensor, key: Tensor, omega: Ten
             stacklevel=4,
         )
         return Parameters.identity(head_dim, dtype=omega.dtype, device=omega.device)
-    query_mask = call.query_padding(query.shape[2], key.shape[2])
-    parts = [(query, key)] if packing is None else packing.split(query, key)
-    moments = [_moments(family, q, k, query_mask, call.key_mask, call.scale) for q, k in parts]
-    return family.fit_moments(moments[0] if packing is None else Moments.cat(moments))
+    if packing is None:
+        return family.fit_moments(_moments(family, query, key, call))
+    return family.fit_moments(Moments.cat([_moments(family, q, k, call) for q, k in packing.split(query, key)]))
 
 
-def _moments(
-    features: PositiveFeatures,
-    query: Tensor,
-    key: Tensor,
-    query_mask: Tensor | None,
-    key_mask: Tensor | None,
-    scale: float,
-) -> Moments:
+def _moments(family: PositiveFeatures, query: Tensor, key: Tensor, call: AttentionCall) -> Moments:
     """Computes statistics of x and y for each sequence and key head; the query heads of a key head are pooled."""
-    groups = query.shape[1] // key.shape[1]
-    if query_mask is not None:
-        query_mask = query_mask[:, None].repeat(1, 1, groups)
-    rows = query.unflatten(1, (key.shape[1], groups)).flatten(2, 3)
-    return features.moments(rows, key, query_mask, None if key_mask is None else key_mask[:, None], scale=scale)
+    groups, query_mask = query.shape[1] // key.shape[1], call.query_padding(query.shape[2], key.shape[2])
+    masks = (
+        None if query_mask is None else query_mask[:, None].repeat(1, 1, groups),
+        None if call.key_mask is None else call.key_mask[:, None],
+    )
+    return family.moments(query.unflatten(1, (-1, groups)).flatten(2, 3), key, *masks, scale=call.scale)
 
 
 def key_bias(
-    features: PositiveFeatures,
-    key: Tensor,
-    params: Parameters,
-    scale: float,
-    hidden: Tensor | None,
-    packing: Packing | None,
+    alpha: float, key: Tensor, params: Parameters, scale: float, hidden: Tensor | None, packing: Packing | None
 ) -> Tensor:
-    """Gives the quadratic term of the keys, `[B, Hk, S]`, -inf where hidden.
-
-    Args:
-        features: the family, for its alpha.
-        key: `[B, Hk, S, d]`.
-        params: parameters of the estimator.
-        scale: of the logits.
-        hidden: boolean `[B, 1, S]`, True for padding; its gradient is zero, whatever it holds.
-        packing: lengths, if parameters differ between packed sequences.
-    """
+    """Gives the quadratic term of the keys, `[B, Hk, S]`, -inf where hidden `[B, 1, S]`, which has no gradient."""
     root, dtype = scale**0.5, params.factor.dtype
     if not params.maps and params.shift is None:
-        return _Form(None, weight=scale * (features.alpha - 0.5))(key, hidden, dtype)
+        return _Form(None, weight=scale * (alpha - 0.5))(key, hidden, dtype)
     biases = []
-    for rows, own in _pairs(key, params, None if packing is None else packing.split_keys):
+    for rows, own in _pairs(key, params, packing, "key_lengths"):
         shift = None if own.shift is None else own.shift / root
-        biases.append(_Form(root * own.inverse, shift, weight=scale * features.alpha)(rows, hidden, dtype))
-    return joined(biases, dim=2)
+        biases.append(_Form(root * own.inverse, shift, weight=scale * alpha)(rows, hidden, dtype))
+    return _joined(biases)
 
 
 def query_bias(
@@ -137,18 +115,10 @@ def query_bias(
 
     It is log det(Sigma)/2 - |G x|^2/2 + x . b - log M, the part of log(f_1 f_2) / M that depends on the query alone,
     which normalised attention can drop as long as every weight is an estimate.
-
-    Args:
-        query: `[B, H, L, d]`.
-        params: parameters of the estimator.
-        key_heads: Hk; H is a multiple of it.
-        num_features: M.
-        scale: of the logits.
-        packing: lengths, if parameters differ between packed sequences.
     """
     root, dtype = scale**0.5, params.factor.dtype
     biases = []
-    for rows, own in _pairs(query, params, None if packing is None else packing.split_queries):
+    for rows, own in _pairs(query, params, packing, "query_lengths"):
         # The queries that share a key head are rows of it.
         shared = rows.unflatten(1, (key_heads, -1)).flatten(2, 3)
         linear = None if own.shift is None else root * own.shift
@@ -158,25 +128,23 @@ def query_bias(
             form = _Form(None, linear=linear, weight=-scale / 2)
         value = form(shared, None, dtype) + (own.log_det_sigma / 2 - math.log(num_features)).unsqueeze(-1)
         biases.append(value.view(rows.shape[:3]))
-    return joined(biases, dim=2)
+    return _joined(biases)
 
 
-def _pairs(
-    rows: Tensor, params: Parameters, split: Callable[[Tensor], Sequence[Tensor]] | None
-) -> list[tuple[Tensor, Parameters]]:
+def _pairs(rows: Tensor, params: Parameters, packing: Packing | None, lengths: str) -> list[tuple[Tensor, Parameters]]:
     """Gives rows with the parameters that belong to them: all at once, or one packed sequence after another."""
-    if split is None or params.factor.ndim < 4 or params.factor.shape[0] == 1:
+    if packing is None or params.factor.ndim < 4 or params.factor.shape[0] == 1:
         return [(rows, params)]
-    return list(zip(split(rows), params.split(), strict=True))
+    return list(zip(rows.split(getattr(packing, lengths), dim=2), params.split(), strict=True))
+
+
+def _joined(biases: list[Tensor]) -> Tensor:
+    return biases[0] if len(biases) == 1 else torch.cat(biases, dim=2)
 
 
 @dataclass
 class _Form:
-    """-|matrix' (r - shift)|^2 / 2 + r . linear + weight |r|^2 for rows r `[B, Hk, S, d]`.
-
-    Attributes:
-        matrix: `[..., d, d]`, shift and linear `[..., d]`, broadcast over batch and heads; None leaves a term out.
-    """
+    """-|matrix' (r - shift)|^2 / 2 + r . linear + weight |r|^2 for rows r `[B, Hk, S, d]`; None leaves a term out."""
 
     matrix: Tensor | None
     shift: Tensor | None = None
@@ -192,31 +160,29 @@ class _Form:
 
     def of(self, rows: Tensor, dtype: torch.dtype) -> Tensor:
         """Gives the form, in plain operations."""
-        value: Tensor | None = None
+        terms = []
         if self.matrix is not None:
-            moved = rows.to(dtype)
-            moved = moved if self.shift is None else moved - self.shift.unsqueeze(-2)
-            value = _squares(moved @ self.matrix, dtype) / -2
+            terms.append(_squares(self._moved(rows, dtype) @ self.matrix, dtype) / -2)
         if self.linear is not None:
-            tilt = (rows.to(dtype) @ self.linear.unsqueeze(-1)).squeeze(-1)
-            value = tilt if value is None else value + tilt
-        if self.weight or value is None:
-            squares = self.weight * _squares(rows, dtype)
-            value = squares if value is None else value + squares
-        return value
+            terms.append((rows.to(dtype) @ self.linear.unsqueeze(-1)).squeeze(-1))
+        if self.weight or not terms:
+            terms.append(self.weight * _squares(rows, dtype))
+        return sum(terms[1:], terms[0])
 
     def slope(self, rows: Tensor, grad: Tensor) -> Tensor:
         """Gives the gradient of the rows, given that of the form with one more dimension."""
-        slope = rows * (2 * self.weight * grad).to(rows.dtype) if self.weight else None
+        terms = [rows * (2 * self.weight * grad).to(rows.dtype)] if self.weight else []
         if self.matrix is not None:
-            moved = rows.to(grad.dtype)
-            moved = moved if self.shift is None else moved - self.shift.unsqueeze(-2)
-            own = (moved @ (self.matrix @ self.matrix.transpose(-1, -2))).mul_(-grad)
-            slope = own if slope is None else own.add_(slope)
+            terms.append((self._moved(rows, grad.dtype) @ (self.matrix @ self.matrix.mT)).mul_(-grad))
         if self.linear is not None:
-            own = self.linear.unsqueeze(-2) * grad
-            slope = own if slope is None else own.add_(slope)
-        return torch.zeros_like(rows) if slope is None else slope
+            terms.append(self.linear.unsqueeze(-2) * grad)
+        total = terms.pop() if terms else torch.zeros_like(rows)
+        for term in terms:
+            total.add_(term)  # in the type of the gradient
+        return total
+
+    def _moved(self, rows: Tensor, dtype: torch.dtype) -> Tensor:
+        return rows.to(dtype) if self.shift is None else rows.to(dtype) - self.shift.unsqueeze(-2)
 
 
 def _squares(rows: Tensor, dtype: torch.dtype) -> Tensor:
@@ -241,7 +207,7 @@ class _Apply(torch.autograd.Function):
         temporary = matrix is not None or linear is not None or rows.dtype != dtype
         in_parts = temporary and rows.device.type == "cpu" and not torch.compiler.is_compiling()
         if in_parts:
-            bias = joined([form.of(part, dtype) for part in rows.split(rows.shape[2] // 32 + 64, dim=2)], dim=2)
+            bias = _joined([form.of(part, dtype) for part in rows.split(rows.shape[2] // 32 + 64, dim=2)])
         else:
             bias = form.of(rows, dtype)
         return bias if hidden is None else bias.masked_fill(hidden, -torch.inf)
@@ -250,7 +216,7 @@ class _Apply(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         rows, matrix, shift, linear, hidden = ctx.saved_tensors
         if grad.dtype == torch.float32 and not torch.is_grad_enabled() and fuses(rows):
-            gram = None if matrix is None else matrix @ matrix.transpose(-1, -2)
+            gram = None if matrix is None else matrix @ matrix.mT
             return triton_module("tokens").form(rows, gram, shift, linear, ctx.weight, hidden, grad), *(None,) * 6
         slope = _Form(matrix, shift, linear, ctx.weight).slope(rows, grad.unsqueeze(-1))
         if hidden is not None:

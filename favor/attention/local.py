@@ -26,19 +26,16 @@ def local_attention(
     as long as what a query sees, so that keys are copied three times at most, and no mask of all pairs is made.
 
     Args:
-        query: `[B, H, L, d]`; the queries are those of the last L tokens.
+        query: `[B, H, L, d]`; the queries are those of the last L tokens. Without causality L must be S.
         key, value: `[B, Hk, S, d]`, `[B, Hk, S, dv]`, with Hk a divisor of H.
         reach: query i sees keys i - reach ... i, and without causality those to i + reach too.
-        is_causal: whether queries see earlier keys only. If not, L must be S.
+        is_causal: whether queries see earlier keys only.
         key_padding_mask: boolean `[B, S]`, True for real keys; None if all are.
         scale: factor of the logits, default 1/sqrt(d).
         dropout: probability that an attention weight is dropped.
 
     Returns:
         `[B, H, L, dv]`; zeros for queries that see no key.
-
-    Raises:
-        ValueError: if there are more queries than keys or, without causality, if their numbers differ.
     """
     batch, heads, length, _ = query.shape
     key_heads, key_length = key.shape[1:3]
@@ -61,8 +58,7 @@ def local_attention(
     before = reach - (key_length - length - cut)
     after = (blocks - 1) * block + width - before - (key_length - cut)
 
-    def windows(rows: Tensor) -> Tensor:
-        """Cuts rows `[B, Hk, S, d]` into overlapping windows `[B * blocks, Hk, width, d]`."""
+    def windows(rows: Tensor) -> Tensor:  # [B, Hk, S, d] -> [B * blocks, Hk, width, d], overlapping
         rows = pad(rows[:, :, cut:], (0, 0, before, after))
         return rows.unfold(2, width, block).permute(0, 2, 1, 4, 3).flatten(0, 1)
 
@@ -82,14 +78,7 @@ def local_attention(
 def _visible(
     like: Tensor, padding: Tensor | None, place: tuple[int, int, int, int], sizes: tuple[int, int, int, int]
 ) -> Tensor:
-    """Tells which keys of its window each query sees, boolean `[B or 1, blocks, block, width]`.
-
-    Args:
-        like: a tensor on the device.
-        padding: boolean `[B, S]`, True for real keys; None if all are.
-        place: keys that are cut, places before and after the keys, and S.
-        sizes: of a block and of its window, and how many keys a query sees before and after its own.
-    """
+    """Tells which keys of its window each query sees, boolean `[B or 1, blocks, block, width]`."""
     (cut, before, after, key_length), (block, width, reach, ahead) = place, sizes
     real = torch.ones(1, key_length, dtype=torch.bool, device=like.device) if padding is None else padding
     real = pad(real[:, cut:], (before, after)).unfold(1, width, block)

@@ -9,15 +9,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from favor.attention.call import AttentionCall
+from favor.attention.functional import AttentionCall, method
 from favor.features import SignedFeatures
 
 
+@method(SignedFeatures)
 def attend(family: SignedFeatures, query: Tensor, key: Tensor, value: Tensor, call: AttentionCall) -> Tensor:
     """Computes the attention output `[B, H, L, dv]` by features of any sign."""
     if call.packing is not None:
         return call.packing.each(attend, family, query, key, value, call)
-    if query.shape[2] == 0:
+    if query.shape[2] == 0:  # an empty one of packed sequences
         return query.new_zeros(*query.shape[:3], value.shape[-1])
     scale, key_mask = call.scale, call.key_mask
     compute = torch.float64 if key.dtype == torch.float64 else torch.float32
@@ -32,41 +33,33 @@ def attend(family: SignedFeatures, query: Tensor, key: Tensor, value: Tensor, ca
     phi_key, log_scale = family.phi(y, omega), family.log_scale(y)
     if hidden is not None:
         log_scale = log_scale.masked_fill(hidden, -torch.inf)
-    compute_rows = causal_signed_attention if call.is_causal else signed_attention
+    compute_rows = _causal_attention if call.is_causal else _attention
     return compute_rows(phi_query, phi_key, log_scale, value).transpose(2, 3).flatten(1, 2).to(query.dtype)
 
 
-def signed_attention(query: Tensor, key: Tensor, log_scale: Tensor, value: Tensor) -> Tensor:
-    """Computes attention with weights (query . key) exp(log_scale).
+def _attention(query: Tensor, key: Tensor, log_scale: Tensor, value: Tensor) -> Tensor:
+    """Computes attention `[B, H, L, G, dv]` with weights (query . key) exp(log_scale).
 
-    Args:
-        query: feature values `[B, H, L, G, F]`.
-        key: feature values `[B, H, S, F]`.
-        log_scale: `[B, H, S]`, -inf for masked keys.
-        value: `[B, H, S, dv]`, finite everywhere.
-
-    Returns:
-        `[B, H, L, G, dv]`.
+    Query `[B, H, L, G, F]` and key `[B, H, S, F]` are feature values; log_scale `[B, H, S]` is -inf for masked keys,
+    and value `[B, H, S, dv]` is finite everywhere.
     """
-    scale = (log_scale - _finite_max(log_scale, dim=-1)).exp().unsqueeze(-1)
+    scale = (log_scale - _finite_max(log_scale)).exp().unsqueeze(-1)
     state = (key * scale).transpose(-1, -2) @ _append_one(value)
     return _normalise(query.flatten(2, 3) @ state).unflatten(2, query.shape[2:4])
 
 
-def causal_signed_attention(
-    query: Tensor, key: Tensor, log_scale: Tensor, value: Tensor, *, chunk_size: int = 64
-) -> Tensor:
-    """Computes `signed_attention` where query i sees keys 0 ... S - L + i, with S >= L. Returns `[B, H, L, G, dv]`."""
+def _causal_attention(query: Tensor, key: Tensor, log_scale: Tensor, value: Tensor) -> Tensor:
+    """Computes `_attention` where query i sees keys 0 ... S - L + i, with S >= L. Returns `[B, H, L, G, dv]`."""
     length, groups = query.shape[2:4]
     prefix = key.shape[2] - length
     value = _append_one(value)
-    top = _finite_max(log_scale[:, :, :prefix], dim=-1)
+    top = _finite_max(log_scale[:, :, :prefix])
     scaled = key[:, :, :prefix] * (log_scale[:, :, :prefix] - top).exp().unsqueeze(-1)
     state = scaled.transpose(-1, -2) @ value[:, :, :prefix]
     if not prefix:
         top = torch.full_like(top, -torch.inf)
 
-    chunk_size = min(chunk_size, _power_of_two(length))
+    chunk_size = min(64, 1 << (length - 1).bit_length())
     query = _chunks(query, chunk_size, 0.0)
     key = _chunks(key[:, :, prefix:], chunk_size, 0.0)
     value = _chunks(value[:, :, prefix:], chunk_size, 0.0)
@@ -100,27 +93,16 @@ def _normalise(sums: Tensor) -> Tensor:
     return sums[..., :-1] / total.masked_fill(total == 0, 1.0)
 
 
-def _finite_max(values: Tensor, dim: int) -> Tensor:
-    """Gives the maximum, its dimension kept, without gradient; 0 where everything is -inf, so that -inf - max is -inf.
-
-    Subtracting it does not change the normalised result, so it is a constant for the gradient.
-    """
-    if values.shape[dim] == 0:
-        shape = list(values.shape)
-        shape[dim] = 1
-        return values.new_zeros(shape)
-    top = values.detach().amax(dim, keepdim=True)
+def _finite_max(values: Tensor) -> Tensor:
+    """Gives the maximum of the last dimension, kept, as a constant; 0 where everything is -inf: -inf - max is -inf."""
+    if values.shape[-1] == 0:
+        return values.new_zeros(*values.shape[:-1], 1)
+    top = values.detach().amax(-1, keepdim=True)
     return top.masked_fill(top == -torch.inf, 0.0)
 
 
 def _chunks(rows: Tensor, chunk_size: int, fill: float) -> Tensor:
     """Cuts rows `[B, H, L, ...]` into chunks `[B, H, n, chunk_size, ...]` and fills up the last one."""
-    missing = -rows.shape[2] % chunk_size
-    if missing:
-        tail = rows.new_full((*rows.shape[:2], missing, *rows.shape[3:]), fill)
-        rows = torch.cat((rows, tail), dim=2)
+    tail = rows.new_full((*rows.shape[:2], -rows.shape[2] % chunk_size, *rows.shape[3:]), fill)
+    rows = torch.cat((rows, tail), dim=2) if tail.shape[2] else rows
     return rows.unflatten(2, (-1, chunk_size))
-
-
-def _power_of_two(length: int) -> int:
-    return 1 << max(length - 1, 0).bit_length()

@@ -195,9 +195,15 @@ class PositiveFeatures(RandomFeatures):
         """
         return Moments.from_samples(x, y, x_mask, y_mask).scaled(scale)
 
-    @abstractmethod
     def fit_moments(self, moments: Moments) -> Parameters:
-        """Gives the parameters that minimise the objective (14) of FAVOR# in this family, from moments alone."""
+        """Gives the parameters that minimise the objective (14) of FAVOR# in this family, from moments alone.
+
+        Families without statistics have G = L = I, whatever the data, unless they say otherwise.
+        """
+        if self.needs_statistics:
+            raise NotImplementedError(f"{type(self).__name__} needs statistics, and has no fit_moments for them.")
+        mean = moments.mean_x
+        return Parameters.identity(mean.shape[-1], dtype=mean.dtype, device=mean.device)
 
     @torch.no_grad()
     def fit(self, x: Tensor, y: Tensor, *, x_mask: Tensor | None = None, y_mask: Tensor | None = None) -> Parameters:

@@ -66,12 +66,7 @@ class PosRF(PositiveFeatures):
 
     name = "pos"
     backends = ("favor+", "favor_plus")
-    needs_statistics = False
-
-    def fit_moments(self, moments: Moments) -> Parameters:
-        """Gives G = L = I, whatever the data: this family has no parameters."""
-        mean = moments.mean_x
-        return Parameters.identity(mean.shape[-1], dtype=mean.dtype, device=mean.device)
+    needs_statistics = False  # G = L = I
 
 
 @register

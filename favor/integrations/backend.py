@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from favor import registry
@@ -17,12 +17,11 @@ from favor.attention.packing import Packing
 from favor.config import FavorConfig, feature_family
 from favor.features import Parameters
 from favor.integrations.adapt.observe import register_observer
-from favor.integrations.cache import CACHE_LAYER, StreamLayer, state_of
-from favor.integrations.engines import check_exact_below, heads_of_process
-from favor.integrations.exact import Call, by_length, exact_attention, key_counts
-from favor.integrations.first_pass import LINEAR, note
+from favor.integrations.cache import CACHE_LAYER, StreamLayer
+from favor.integrations.exact import Call, by_head, by_length, exact_attention, key_counts, share_of
 from favor.integrations.layer import (
     ALL_EXACT,
+    LINEAR,
     WEIGHTS_OF,
     all_exact,
     decodes,
@@ -34,14 +33,12 @@ from favor.integrations.layer import (
     stored_choice,
     stored_parameters,
 )
-from favor.integrations.loading import register_loading
-from favor.integrations.masks import Visibility, favor_mask, refuse, visibility
+from favor.integrations.loading import register_loading, watch_adapters
+from favor.integrations.masks import favor_mask, refuse, visibility
 from favor.integrations.stored import weights_of
 from favor.kernels import StreamState
 from favor.kernels.dispatch import is_exporting
 from favor.registry import AnyFamily
-
-_logger = logging.getLogger("favor")
 
 # Names that transformers gives to the lengths of packed sequences.
 _LENGTHS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
@@ -110,21 +107,16 @@ def favor_attention_forward(
     Args:
         backend: name of the backend.
         module: the attention module; its config holds the options, `config.favor`.
-        query: `[B, H, L, d]`.
-        key, value: `[B, Hk, S, d]`, `[B, Hk, S, dv]`, heads not repeated.
+        query, key, value: `[B, H, L, d]`, `[B, Hk, S, d]`, `[B, Hk, S, dv]`, heads not repeated.
         attention_mask: from `favor_mask`, or any mask that `favor.integrations.masks.visibility` reads.
         scaling: factor of the logits, default 1/sqrt(d).
         dropout: probability, 0 in evaluation.
         is_causal: used if the mask does not say it; default `module.is_causal`.
-        **kwargs: further arguments of the model; refused if they would change the result. `cu_seq_lens_q`,
-            `cu_seq_lens_k`, `max_length_q` and `max_length_k` are the lengths of packed sequences. `favor_state` is the
+        **kwargs: further arguments of the model; refused if they would change the result. `favor_state` is the
             `favor.kernels.StreamState` of causal attention piece by piece.
 
     Returns:
         `[B, L, H, dv]`, contiguous, and None for the attention weights, which never exist.
-
-    Raises:
-        ValueError: naming what is not supported and what to use instead.
     """
     refuse(kwargs, module)
     lengths = [kwargs.get(name) for name in _LENGTHS]
@@ -141,7 +133,9 @@ def favor_attention_forward(
     call = Call(module, sees, scaling, dropout, packing)
     name, options = layer_options(module, backend)
     if name is None or sees.reach is not None or sees.dense:
-        _account(module, known, "exact: another part of the model was switched" if name is None else _local(sees))
+        how = "with a mask of all pairs" if sees.reach is None else f"keys at most {sees.reach} tokens away"
+        account = "exact: another part of the model was switched" if name is None else f"local: exact, {how}"
+        _account(module, known, account)
         return exact_attention(call, query, key, value, attention_mask), None
 
     causal = sees.causal
@@ -150,27 +144,59 @@ def favor_attention_forward(
         cached.keep(key, value)
         cached = None
     state = cached or kwargs.get("favor_state")
-    if state is not None and (plan.exact_below or choice.get("exact_heads")):
-        raise ValueError(
-            "a stream or a FavorCache does not know how long it will be, and exact attention has no state: "
-            + (f"set exact_below=0 (it is {plan.exact_below})." if plan.exact_below else "keep no exact heads.")
-        )
     keys = key_length if packing is None else packing.longest_key
-    if is_exporting():
-        check_exact_below(keys, plan.exact_below)
-    if keys < plan.exact_below:
-        _account(module, known, f"exact: fewer keys than exact_below = {plan.exact_below}")
-        return exact_attention(call, query, key, value), None
-    if all_exact(choice):
-        _account(module, known, f"exact: {ALL_EXACT}")
+    _check_choice(plan, choice, state, keys)
+    if keys < plan.exact_below or all_exact(choice):
+        why = f"fewer keys than exact_below = {plan.exact_below}" if keys < plan.exact_below else ALL_EXACT
+        _account(module, known, f"exact: {why}")
         return exact_attention(call, query, key, value), None
 
     counts = key_counts(sees, packing, plan.exact_below) if plan.exact_below else ()
     few, linear = sum(count < plan.exact_below for count in counts), partial(_estimated, name, plan, state)
-    _account(module, known, _by_rows(few, len(counts), plan, _runs(plan, causal, choice.get("window", plan.window))))
-    if few:
-        return by_length(call, (query, key, value), counts, plan.exact_below, linear).contiguous(), None
-    return linear(call, query, key, value).contiguous(), None
+    account = _runs(plan, causal, choice.get("window", plan.window))
+    if not few:
+        _account(module, known, account)
+        return linear(call, query, key, value).contiguous(), None
+    account = f"; the others {account}" if few < len(counts) else ""
+    reason = f"with fewer keys than exact_below = {plan.exact_below}"
+    _account(module, known, f"exact in {few} of {len(counts)} rows, {reason}{account}")
+    return by_length(call, (query, key, value), counts, plan.exact_below, linear).contiguous(), None
+
+
+def _check_choice(plan: _Plan, choice: dict[str, Any], state: Any, keys: int) -> None:
+    """Raises a ValueError where no length or head may be exact: with a state, and in part in exported programs."""
+    bound = plan.exact_below
+    if state is not None and (bound or choice.get("exact_heads")):
+        instead = f"set exact_below=0 (it is {bound})." if bound else "keep no exact heads."
+        raise ValueError(
+            "a stream or a FavorCache does not know how long it will be, and exact attention has no state: " + instead
+        )
+    if is_exporting() and not (statically_known_true(keys < bound) or statically_known_true(keys >= bound)):
+        raise ValueError(
+            f"exact_below={bound} chooses exact or linear attention by the number of keys, and an exported program has "
+            "only one of them. Set exact_below=0, as in favor.configure(model, exact_below=0), or export a range of "
+            "lengths on one side of it."
+        )
+
+
+def _account(module: nn.Module, keys: int, account: str) -> None:
+    """Tells the log what a layer runs, at the first forward pass of its model."""
+    if torch.compiler.is_compiling():  # first of all: a compiler would guard what follows
+        return
+    state = layer_state(module)
+    if state is None or state.first_pass is None or state.first_pass.is_told:
+        return
+    state.first_pass.note(state.number, account, keys)
+    if state.first_pass.is_told:
+        watch_adapters()  # peft may have been imported after the model was built
+
+
+def _runs(plan: _Plan, causal: bool, window: int) -> str:
+    """Says what a layer runs whose attention is estimated."""
+    if not registry.FAMILIES[plan.family].selects_keys:
+        return f"{LINEAR}{plan.family}, M = {plan.num_features}, window {window}"
+    means = "one mean for 256 keys" if causal else f"{plan.num_features} means"
+    return f"{LINEAR}{plan.family}, {plan.selected_keys} selected keys and {means}"
 
 
 def _estimated(
@@ -182,15 +208,7 @@ def _estimated(
     key: Tensor,
     value: Tensor,
 ) -> Tensor:
-    """Computes attention `[B, L, H, dv]` with the parameters that the layer stores, exact in the heads that stay exact.
-
-    Args:
-        backend: its name.
-        plan: the options of the layer.
-        state: of earlier tokens, or the layer of a cache that holds it; None for a whole sequence.
-        call: the arguments that exact attention takes too.
-        query, key, value: `[B, H, L, d]`, `[B, Hk, S, d]`, `[B, Hk, S, dv]`.
-    """
+    """Computes attention `[B, L, H, dv]` with the parameters that the layer stores; some heads may stay exact."""
     module, causal, choice = call.module, call.sees.causal, stored_choice(call.module)
     if plan.statistics == "corrected" and (causal or decodes(module)):
         raise ValueError('statistics="corrected" is for encoders; a decoder needs "calibrated" (see favor.calibrate).')
@@ -200,54 +218,54 @@ def _estimated(
     layer = choice[WEIGHTS_OF]["layer"] if weighted else layer_number(module)
     redraw = redraw_epoch(module, plan.redraw_interval)
     if plan.selected_keys and is_exporting() and not plan.asks_for_selected:
-        _logger.warning(
+        logging.getLogger("favor").warning(
             "favor: an exported program has no operator for selected keys, so its landmarks select none. Set "
             "selected_keys=0 to compute the same here."
         )
         plan = plan._replace(selected_keys=0)
     if isinstance(state, StreamLayer):
-        state = state_of(state, query, (backend, plan, dict(choice), redraw))
+        if torch.is_grad_enabled() and query.requires_grad:
+            raise RuntimeError("a FavorCache is for inference: use torch.no_grad(), and a new cache.")
+        state = state.read((backend, plan, dict(choice), redraw))
     has_window = is_self_attention(module, causal, query.shape[2], key.shape[2])
     has_window = has_window and registry.FAMILIES[plan.family].supports_window
-    window = choice.get("window", plan.window) if has_window else 0
-    exact_heads, drawn = choice.get("exact_heads", ()), None
+    exact_heads, drawn, share = choice.get("exact_heads", ()), None, None
     if torch.distributed.is_available() and torch.distributed.is_initialized():
-        stored, exact_heads, drawn = heads_of_process(module, key.shape[1], stored, exact_heads)
-    estimate = _Estimate(call, plan, layer, redraw, window, state, drawn)
-    heads = partial(exact_attention, call), partial(_linear, estimate)
-    return by_head(query, key, value, stored, exact_heads, *heads)
+        share = share_of(module, key.shape[1])
+    if share is not None:
+        drawn, stored, exact_heads = share.drawn(exact_heads), share.parameters(stored), share.exact_heads(exact_heads)
+    options = {
+        "features": registry.FAMILIES[plan.family](**dict(plan.options)),
+        "num_features": plan.num_features,
+        "key_padding_mask": call.sees.padding,
+        "is_causal": causal,
+        "scale": call.scaling,
+        "seed": plan.seed,
+        "layer": layer,
+        "redraw": redraw,
+        "orthogonal": plan.orthogonal,
+        "use_statistics": not decodes(module),
+        "window": choice.get("window", plan.window) if has_window else 0,
+        "state": state,
+        "kernel": plan.kernel,
+        "key_heads": drawn,
+        "selected_keys": plan.selected_keys,
+        **({} if call.packing is None else call.packing.for_kernel()),
+    }
+    kind = "correction" if plan.statistics == "corrected" else "parameters"
+    linear = partial(_linear, options, kind, call.dropout)
+    if not exact_heads:
+        return linear(query, key, value, stored)
+    return by_head(query, key, value, stored, exact_heads, partial(exact_attention, call), linear)
 
 
-def _account(module: nn.Module, keys: int, account: str) -> None:
-    """Tells the log what a layer runs, at the first forward pass of its model."""
-    if torch.compiler.is_compiling():  # first of all: a compiler would guard what follows
-        return
-    state = layer_state(module)
-    if state is not None and state.first_pass is not None and not state.first_pass.is_told:
-        note(state.first_pass, state.number, account, keys)
-
-
-def _runs(plan: _Plan, causal: bool, window: int) -> str:
-    """Says what a layer runs whose attention is estimated."""
-    if not registry.FAMILIES[plan.family].selects_keys:
-        return f"{LINEAR}{plan.family}, M = {plan.num_features}, window {window}"
-    means = "one mean for 256 keys" if causal else f"{plan.num_features} means"
-    return f"{LINEAR}{plan.family}, {plan.selected_keys} selected keys and {means}"
-
-
-def _by_rows(few: int, rows: int, plan: _Plan, linear: str) -> str:
-    """Says how a layer runs of which some rows may have too few keys, the others as `linear` says."""
-    if not few:
-        return linear
-    others = f"; the others {linear}" if few < rows else ""
-    return f"exact in {few} of {rows} rows, with fewer keys than exact_below = {plan.exact_below}{others}"
-
-
-def _local(sees: Visibility) -> str:
-    """Says how a layer runs that is local in the model: exactly, as the model defines it."""
-    if sees.reach is None:
-        return "local: exact, with a mask of all pairs"
-    return f"local: exact, keys at most {sees.reach} tokens away"
+def _linear(
+    options: dict[str, Any], kind: str, dropout: float, query: Tensor, key: Tensor, value: Tensor, stored: Any
+) -> Tensor:
+    """Estimates attention `[B, L, H, dv]`, with stored parameters of these key heads, or a correction, if any."""
+    if dropout > 0:
+        value = value * nn.functional.dropout(value.new_ones(*value.shape[:-1], 1), dropout)
+    return favor_attention(query, key, value, **options, **{kind: stored}).transpose(1, 2)
 
 
 def model_options(config: Any) -> FavorConfig:
@@ -270,27 +288,6 @@ class _Plan(NamedTuple):
     kernel: str
     selected_keys: int
     asks_for_selected: bool
-
-
-class _Estimate(NamedTuple):
-    """How linear attention estimates one call.
-
-    Attributes:
-        call: the arguments that exact attention takes too.
-        plan: the options of the model.
-        layer, redraw: numbers of the layer and of its draw, which choose the random directions.
-        window: length of exact blocks, 0 for none.
-        state: what earlier tokens left behind; None for a whole sequence.
-        key_heads: which of the heads with directions these are, see `favor.favor_attention`; None for all.
-    """
-
-    call: Call
-    plan: _Plan
-    layer: int
-    redraw: int
-    window: int
-    state: StreamState | None
-    key_heads: tuple[int, int] | None = None
 
 
 @torch.compiler.assume_constant_result
@@ -350,75 +347,3 @@ def _stored(module: nn.Module, choice: dict[str, Any], plan: _Plan) -> Parameter
                 "these options again, or call favor.calibrate with the new ones."
             )
     return stored
-
-
-def by_head(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    parameters: Parameters | None,
-    exact_heads: Sequence[int],
-    exact: Callable[[Tensor, Tensor, Tensor], Tensor],
-    linear: Callable[[Tensor, Tensor, Tensor, Parameters | None], Tensor],
-) -> Tensor:
-    """Computes attention `[B, L, H, dv]` with some key heads exact, and the query heads that belong to them.
-
-    Args:
-        query, key, value: `[B, H, L, d]`, `[B, Hk, S, d]`, `[B, Hk, S, dv]`.
-        parameters: of all key heads, or None.
-        exact_heads: numbers of key heads.
-        exact, linear: both kinds of attention, for any number of heads.
-    """
-    if not exact_heads:
-        return linear(query, key, value, parameters)
-    number = key.shape[1]
-    if max(exact_heads) >= number:
-        raise ValueError(f"exact_heads must be key heads from 0 to {number - 1}, got {list(exact_heads)}.")
-    linear_heads = [head for head in range(number) if head not in exact_heads]
-    if not linear_heads:
-        return exact(query, key, value)
-
-    def part(tensor: Tensor, heads: Sequence[int]) -> Tensor:
-        return tensor.unflatten(1, (number, -1))[:, list(heads)].flatten(1, 2)
-
-    def both(heads: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
-        return part(query, heads), part(key, heads), part(value, heads)
-
-    own = None if parameters is None else parameters.heads(linear_heads)
-    outs = [exact(*both(exact_heads)), linear(*both(linear_heads), own)]
-    groups = query.shape[1] // number
-    joined = torch.cat([out.unflatten(2, (-1, groups)) for out in outs], dim=2)
-    order = torch.tensor([*exact_heads, *linear_heads], device=query.device).argsort()
-    return joined[:, :, order].flatten(2, 3)
-
-
-def _linear(estimate: _Estimate, query: Tensor, key: Tensor, value: Tensor, parameters: Parameters | None) -> Tensor:
-    """Estimates attention `[B, L, H, dv]`, with stored parameters of these key heads if there are any."""
-    call, plan = estimate.call, estimate.plan
-    if call.dropout > 0:
-        value = value * nn.functional.dropout(value.new_ones(*value.shape[:-1], 1), call.dropout)
-    is_correction = plan.statistics == "corrected"
-    out = favor_attention(
-        query,
-        key,
-        value,
-        features=registry.FAMILIES[plan.family](**dict(plan.options)),
-        num_features=plan.num_features,
-        key_padding_mask=call.sees.padding,
-        is_causal=call.sees.causal,
-        scale=call.scaling,
-        seed=plan.seed,
-        layer=estimate.layer,
-        redraw=estimate.redraw,
-        orthogonal=plan.orthogonal,
-        use_statistics=not decodes(call.module),
-        parameters=None if is_correction else parameters,
-        correction=parameters if is_correction else None,
-        window=estimate.window,
-        state=estimate.state,
-        kernel=plan.kernel,
-        key_heads=estimate.key_heads,
-        selected_keys=plan.selected_keys,
-        **({} if call.packing is None else call.packing.for_kernel()),
-    )
-    return out.transpose(1, 2)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 from transformers import DynamicCache, PretrainedConfig
 from transformers.cache_utils import (
@@ -22,15 +21,10 @@ CACHE_LAYER = "favor_cache_layer"  # attribute of the keys that a `StreamLayer` 
 
 
 class StreamLayer(CacheLayerMixin):
-    """Past of one layer of causal FAVOR attention: per head, M weights and means of values, or what landmarks
-    read.
+    """Past of one layer of causal FAVOR attention: per head, M weights and means of values, or what landmarks read.
 
     `update` passes on the new keys unchanged, marked with this layer, so that the attention function finds the state.
-
-    Attributes:
-        state: of `favor.kernels.extend`.
-        length: tokens seen.
-        place: cache and number of the layer in it; None outside of a `FavorCache`.
+    `place` is the cache and the number of the layer in it; None outside of a `FavorCache`.
     """
 
     is_sliding = False
@@ -49,11 +43,7 @@ class StreamLayer(CacheLayerMixin):
         """Does nothing: the state knows its sizes when it has seen a token."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Passes on new keys and values `[B, Hk, L, d]`, which the attention function then adds to the state.
-
-        Raises:
-            RuntimeError: if attention did not read the tokens of the last call.
-        """
+        """Passes on new keys and values `[B, Hk, L, d]`, which the attention function then adds to the state."""
         self._check()
         self.is_initialized, self._unread = True, True
         self.length += key_states.shape[-2]
@@ -75,12 +65,7 @@ class StreamLayer(CacheLayerMixin):
     def read(self, options: Any) -> StreamState:
         """Gives the state to attention, which goes on from it and changes it.
 
-        Args:
-            options: all that the state depends on; they must be equal for all tokens.
-
-        Raises:
-            RuntimeError: if the new tokens were read before.
-            ValueError: if the options are not those of the first tokens.
+        `options` are all that the state depends on, and must be equal for all tokens.
         """
         if not self._unread:
             raise RuntimeError(
@@ -99,18 +84,9 @@ class StreamLayer(CacheLayerMixin):
         return self.state
 
     def keep(self, key: Tensor, value: Tensor) -> None:
-        """Puts a layer that keeps keys in its own place in the cache, since attention is not causal.
-
-        Args:
-            key, value: of all tokens so far.
-
-        Raises:
-            ValueError: if there is a state of earlier tokens.
-        """
+        """Puts a layer that keeps keys, of all tokens so far, in its own place, since attention is not causal."""
         if self.place is None or self.length != key.shape[-2]:
-            raise ValueError(
-                "a FavorCache is for causal layers, and this layer is not causal; use transformers' DynamicCache here."
-            )
+            raise ValueError("a FavorCache is for causal layers, and this one is not: use transformers' DynamicCache.")
         cache, number = self.place
         layer = DynamicLayer()
         layer.update(key, value)
@@ -121,12 +97,8 @@ class StreamLayer(CacheLayerMixin):
         return self.length
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Gives length and offset of the keys that a mask is about: all keys, so that padding is found in its place.
-
-        Raises:
-            RuntimeError: if attention did not read the tokens of the last call; masks are made before the layers run.
-        """
-        self._check()
+        """Gives length and offset of the keys that a mask is about: all keys, so that padding is found in its place."""
+        self._check()  # masks are made before the layers run
         return self.length + query_length, 0
 
     def get_max_length(self) -> int:
@@ -138,14 +110,7 @@ class StreamLayer(CacheLayerMixin):
         self._forget()
 
     def crop(self, tokens: int) -> None:
-        """Forgets the last tokens, if the state keeps all keys.
-
-        Args:
-            tokens: how many are forgotten, as a negative number or 0; if positive, how many are left.
-
-        Raises:
-            ValueError: for a state of sums, out of which no token can be taken, and for tokens of a padded piece.
-        """
+        """Forgets the last tokens, if the state keeps all keys: -tokens of them, or if positive all but `tokens`."""
         tokens = int(tokens)  # assisted generation of transformers 5.17 passes a tensor
         forgotten = -tokens if tokens <= 0 else max(self.length - tokens, 0)
         if forgotten == 0:
@@ -199,12 +164,6 @@ class _LinearAttentionAndStreamLayer(LinearAttentionLayer, StreamLayer):  # type
 
     def crop(self, tokens: int) -> None:
         StreamLayer.crop(self, tokens)
-
-    def offload(self) -> None:
-        LinearAttentionLayer.offload(self)
-
-    def prefetch(self) -> None:
-        LinearAttentionLayer.prefetch(self)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         LinearAttentionLayer.reorder_cache(self, beam_idx)  # type: ignore[arg-type]
@@ -269,14 +228,6 @@ class FavorCache(DynamicCache):
 
         Layers may differ from what a config says of them. So the first keys of a layer with a window come with a state
         too; if attention reads the state, the layer keeps it from then on, otherwise it keeps its keys.
-
-        Args:
-            key_states, value_states: of the new tokens, `[B, Hk, L, d]`.
-            layer_idx: number of the layer.
-            *args, **kwargs: as in `DynamicCache.update`.
-
-        Raises:
-            RuntimeError: if attention did not read the tokens of the last call.
         """
         keys, values = super().update(key_states, value_states, layer_idx, *args, **kwargs)
         layer = self.layers[layer_idx]
@@ -300,22 +251,3 @@ class FavorCache(DynamicCache):
         states = [layer.state.nbytes for layer in self.layers if isinstance(layer, StreamLayer)]
         others = (getattr(layer, name, None) for layer in self.layers for name in ("keys", "values"))
         return sum(states) + sum(tensor.nbytes for tensor in others if tensor is not None)
-
-
-def state_of(layer: StreamLayer, query: Tensor, options: Any) -> StreamState:
-    """Gives the state that the queries of a call go on from.
-
-    Args:
-        layer: where the keys come from.
-        query: `[B, H, L, d]`.
-        options: all that the state depends on; they must be equal for all tokens.
-
-    Raises:
-        RuntimeError: if gradients are wanted, which a state does not pass on, or the new tokens were read before.
-        ValueError: if the options are not those of the first tokens.
-    """
-    if torch.is_grad_enabled() and query.requires_grad:
-        raise RuntimeError(
-            "a FavorCache is for inference and passes no gradient to past tokens: use torch.no_grad() and a new cache."
-        )
-    return layer.read(options)

@@ -68,9 +68,13 @@ def configure(
     if part and isinstance(attn_implementation, dict):
         raise ValueError(f"a part takes one backend by name, got {attn_implementation!r} for {part!r}.")
     if isinstance(attn_implementation, str) and attn_implementation in registry.BACKENDS:
-        _check_dispatch(model, {module for _, module in layers}, attn_implementation)
-    scopes = {id(module.config): state.scope for state, module in layers if hasattr(module, "config")}
-    configs: dict[int, Any] = {id(module.config): module.config for _, module in layers if hasattr(module, "config")}
+        meant = {module for _, module in layers}
+        for inner in model.modules():  # no model in the part may be one that never asks for a backend
+            if isinstance(inner, PreTrainedModel) and meant.issuperset(attention_names(inner).values()):
+                check_dispatch(inner, attn_implementation)
+    configured = [(state, module.config) for state, module in layers if hasattr(module, "config")]
+    scopes = {id(config): state.scope for state, config in configured}
+    configs: dict[int, Any] = {id(config): config for _, config in configured}
     if not part:
         configs |= {id(config): config for config in configs_of(model)}
     name = attn_implementation if isinstance(attn_implementation, str) else None
@@ -97,13 +101,6 @@ def configure(
     return model
 
 
-def _check_dispatch(model: PreTrainedModel, meant: set[nn.Module], backend: str) -> None:
-    """Raises a ValueError if the part that is meant holds a model that never asks for a backend."""
-    for part in model.modules():
-        if isinstance(part, PreTrainedModel) and meant.issuperset(attention_names(part).values()):
-            check_dispatch(part, backend)
-
-
 def _part(model: PreTrainedModel, only: str | None) -> tuple[str, list[tuple[LayerState, nn.Module]]]:
     """Finds the part of the whole model that is meant, "" for all of it, and its attention layers."""
     layers = {
@@ -124,26 +121,20 @@ def _part(model: PreTrainedModel, only: str | None) -> tuple[str, list[tuple[Lay
 
 
 class _Change:
-    """Change of one config: of its own options, or of those of a part whose config others share.
-
-    Args:
-        config: of transformers.
-        part: name of the part; "" where the config belongs to the layers that are meant.
-    """
+    """Change of one config: of its own options, or of those of a part, by name, whose config others share."""
 
     def __init__(self, config: Any, part: str) -> None:
         self.config, self.part = config, part
+        self.own: dict[str, Any] = getattr(config, "favor", None) or {}
         self.parts: dict[str, dict[str, Any]] = dict(getattr(config, "favor_parts", None) or {})
         if part and not self.parts and config._attn_implementation in registry.BACKENDS:
-            # The rest stays as it was.
-            self.parts[""] = {**(getattr(config, "favor", None) or {}), BACKEND: config._attn_implementation}
+            self.parts[""] = {**self.own, BACKEND: config._attn_implementation}  # the rest stays as it was
         self.merged: dict[str, dict[str, Any]] = {}
 
     def merge(self, name: str | None, options: dict[str, Any]) -> None:
         """Checks the new options; nothing is changed."""
-        own = getattr(self.config, "favor", None) or {}
         whole = self.parts if name is None else {}
-        befores = {self.part: self.parts.get(self.part, own)} if self.part else {"": own, **whole}
+        befores = {self.part: self.parts.get(self.part, self.own)} if self.part else {"": self.own, **whole}
         for part, before in befores.items():
             backend = name or before.get(BACKEND) or self.config._attn_implementation
             merged = FavorConfig.from_dict({**before, **options})
@@ -153,17 +144,17 @@ class _Change:
 
     def apply(self, model: PreTrainedModel, name: str | None, part: str) -> None:
         """Writes the options into the config."""
-        if not self.part:
-            self.config.favor = {key: value for key, value in self.merged.pop("").items() if key != BACKEND}
-            if part and name is not None:
-                self.config._attn_implementation_internal = model.get_correct_attn_implementation(name)
-            if name is not None and self.parts:
-                self.config.favor_parts = None  # the change is for the whole model
-            elif self.merged:
-                self.config.favor_parts = self.merged
+        if self.part:
+            parts = {other: kept for other, kept in self.parts.items() if not is_inside(other, self.part)} | self.merged
+            running = [own[BACKEND] for own in parts.values() if own[BACKEND] in registry.BACKENDS]
+            self.config.favor_parts = parts if running else None
+            new = running[0] if running else model.get_correct_attn_implementation(self.merged[self.part][BACKEND])
+            self.config._attn_implementation_internal = new
             return
-        parts = {other: kept for other, kept in self.parts.items() if not is_inside(other, self.part)} | self.merged
-        running = [options[BACKEND] for options in parts.values() if options[BACKEND] in registry.BACKENDS]
-        self.config.favor_parts = parts if running else None
-        new = running[0] if running else model.get_correct_attn_implementation(self.merged[self.part][BACKEND])
-        self.config._attn_implementation_internal = new
+        self.config.favor = {key: value for key, value in self.merged.pop("").items() if key != BACKEND}
+        if part and name is not None:
+            self.config._attn_implementation_internal = model.get_correct_attn_implementation(name)
+        if name is not None and self.parts:
+            self.config.favor_parts = None  # the change is for the whole model
+        elif self.merged:
+            self.config.favor_parts = self.merged

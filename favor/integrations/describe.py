@@ -25,6 +25,7 @@ _COMPILED = (
     "the model is compiled, so the length of a batch, padding included, is compared with exact_below, and a text can "
     "get another result in another batch: set exact_below=0."
 )
+_FOOT = "speed, memory: of attention alone, estimated, exact attention over all keys is 1; higher speed is better"
 _COLUMNS = ("layer", "runs", "why", "num_features", "window", "parameters", "speed", "memory")
 
 
@@ -91,10 +92,7 @@ class ModelDescription:
         counts = Counter(layer.runs for layer in self.layers)
         summary = ", ".join(f"{count} {runs}" for runs, count in counts.items()) or "no attention layers"
         head = f"{self.model}, {self.length} tokens on {self.device}: {summary}"
-        foot = (
-            "speed, memory: of attention alone, estimated, exact attention over all keys is 1; higher speed is better"
-        )
-        return "\n".join([head, *lines, foot, *(f"note: {note}" for note in self.notes)])
+        return "\n".join([head, *lines, _FOOT, *(f"note: {note}" for note in self.notes)])
 
     __repr__ = __str__
 
@@ -142,15 +140,14 @@ def describe(model: PreTrainedModel, length: int = 8192, *, device: str | None =
             layers.append(_describe_layer(name, module, length, device))
         elif name in silent:
             layers.append(LayerDescription(name, "exact", f"{type(module).__name__} never asks for a backend"))
+    notes = []
     bare = [layer.layer for layer in layers if layer.selected_keys == 0 and _is_bare(model, layer)]
-    notes: tuple[str, ...] = (
-        (f"{_BARE}{bare[0]}{f' and {len(bare) - 1} more layers' if bare[1:] else ''}.",) if bare else ()
-    )
-    if getattr(model, "_compiled_call_impl", None) and (getattr(model.config, "favor", None) or {}).get(
-        "exact_below", 1
-    ):
-        notes += (_COMPILED,)
-    return ModelDescription(type(model).__name__, length, device or model.device.type, tuple(layers), notes)
+    if bare:
+        notes.append(f"{_BARE}{bare[0]}{f' and {len(bare) - 1} more layers' if bare[1:] else ''}.")
+    options = getattr(model.config, "favor", None) or {}
+    if getattr(model, "_compiled_call_impl", None) and options.get("exact_below", 1):
+        notes.append(_COMPILED)
+    return ModelDescription(type(model).__name__, length, device or model.device.type, tuple(layers), tuple(notes))
 
 
 def _is_bare(model: PreTrainedModel, layer: LayerDescription) -> bool:
@@ -172,9 +169,8 @@ def _describe_layer(name: str, module: nn.Module, length: int, device: str | Non
     own, given = layer_options(module, str(backend))
     if own is None:
         elsewhere = backend in registry.BACKENDS
-        return LayerDescription(
-            name, "exact", "another part was switched" if elsewhere else f"the backend is {backend}"
-        )
+        why = "another part was switched" if elsewhere else f"the backend is {backend}"
+        return LayerDescription(name, "exact", why)
     refused = next((REFUSED[argument] for argument in _TELLING if _passes(module, argument)), None)
     if refused is not None:
         return LayerDescription(name, "refused", refused)
@@ -182,14 +178,8 @@ def _describe_layer(name: str, module: nn.Module, length: int, device: str | Non
     is_causal = hasattr(module, "is_causal") and causal_of(module, None)
     if sliding is not None:
         seen = min(sliding if is_causal else 2 * sliding, length) / length
-        return LayerDescription(
-            name,
-            "local",
-            "exact within its sliding window",
-            window=sliding,
-            speed=_round(1 / seen),
-            memory=_round(seen),
-        )
+        local: dict[str, Any] = {"window": sliding, "speed": _round(1 / seen), "memory": _round(seen)}
+        return LayerDescription(name, "local", "exact within its sliding window", **local)
     options = FavorConfig.from_dict(given)
     family_name, _ = feature_family(own, options)
     family, device = registry.FAMILIES[family_name], device or next(iter(module.parameters())).device.type
@@ -197,23 +187,22 @@ def _describe_layer(name: str, module: nn.Module, length: int, device: str | Non
     if length < threshold:
         return LayerDescription(name, "exact", f"fewer keys than exact_below = {threshold}")
     choice = stored_choice(module)
-    has_window = family.supports_window and (is_causal or not decodes(module))
-    window = choice.get("window", options.window) if has_window else 0
     parameters, problem = _parameters(options, family, choice, is_causal or decodes(module))
     if problem:
         return LayerDescription(name, "refused", problem)
     if all_exact(choice):
         return LayerDescription(name, "exact", ALL_EXACT)
+    has_window = family.supports_window and (is_causal or not decodes(module))
+    window = choice.get("window", options.window) if has_window else 0
     heads, selected = list(choice.get("exact_heads", ())), options.selected(family_name, is_causal)
     estimated = 1 - len(heads) / choice["key_heads"] if heads and "key_heads" in choice else 1.0
     equal = replace(options, exact_below="auto").exact_threshold(device, is_causal, family_name)
-    share = estimated * equal / length + (1 - estimated)
     number = None if family.selects_keys and is_causal else options.num_features  # they have one mean for 256 keys
     held = estimated * min(1.0, ((number or 0) + window + selected) / length) + (1 - estimated)
     reasons = [f"{selected} selected keys"] if selected else []
     reasons += [f"key heads {', '.join(map(str, heads))} are exact"] if heads else []
+    costs = {"speed": _round(1 / (estimated * equal / length + (1 - estimated))), "memory": _round(held)}
     why = "; ".join(reasons)
-    costs = {"speed": _round(1 / share), "memory": _round(held)}
     return LayerDescription(name, family_name, why, number, window, parameters, **costs, selected_keys=selected)
 
 

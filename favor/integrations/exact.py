@@ -2,34 +2,23 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
-from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from favor.attention.local import local_attention
-from favor.attention.packing import Packing
-from favor.attention.padding import Compaction
+from favor.attention.packing import Compaction, Packing
+from favor.config import warn_once
+from favor.features import Parameters
 from favor.integrations.masks import Visibility
 from favor.kernels.dispatch import is_tracing
 
-_logger = logging.getLogger("favor")
-
 
 class Call(NamedTuple):
-    """The checked arguments of one call that exact and linear attention share, without queries, keys and values.
-
-    Attributes:
-        module: the attention module.
-        sees: which keys the queries see.
-        scaling: factor of the logits; None for 1/sqrt(d).
-        dropout: probability that an attention weight is dropped.
-        packing: where packed sequences begin and end; None for a batch of rows.
-    """
+    """The checked arguments of one call that exact and linear attention share, without queries, keys and values."""
 
     module: nn.Module
     sees: Visibility
@@ -39,12 +28,9 @@ class Call(NamedTuple):
 
 
 def exact_attention(call: Call, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None) -> Tensor:
-    """Computes softmax attention `[B, L, H, dv]`, of packed sequences one by one.
+    """Computes softmax attention `[B, L, H, dv]`, of packed sequences one by one, and of windows in linear time.
 
-    Args:
-        call: the arguments that linear attention takes too. Layers that see a window run in linear time.
-        query, key, value: `[B, H, L, d]`, `[B, Hk, S, d]`, `[B, Hk, S, dv]`.
-        mask: of all pairs, `[B, 1, L, S]`; read if `call.sees.dense`.
+    The mask `[B, 1, L, S]`, of all pairs, is read if `call.sees.dense`.
     """
     module, sees, scaling, dropout, packing = call
     tensors = (query, key, value)
@@ -54,32 +40,17 @@ def exact_attention(call: Call, query: Tensor, key: Tensor, value: Tensor, mask:
     for query, key, value in [tensors] if packing is None else packing.split(*tensors):
         if sees.reach is not None:
             padding = sees.padding if packing is None else None
-            out = local_attention(
-                query,
-                key,
-                value,
-                sees.reach,
-                is_causal=sees.causal,
-                key_padding_mask=padding,
-                scale=scaling,
-                dropout=dropout,
-            ).transpose(1, 2)
+            options: Any = {"key_padding_mask": padding, "scale": scaling, "dropout": dropout}
+            out = local_attention(query, key, value, sees.reach, is_causal=sees.causal, **options).transpose(1, 2)
         else:
-            mask = exact_mask(sees.padding, query.shape[2], key.shape[2], sees.causal, query)
+            mask = _mask(sees.padding, query.shape[2], key.shape[2], sees.causal, query)
             out = sdpa_attention_forward(module, query, key, value, mask, dropout, scaling, sees.causal)[0]
         outs.append(out)
     return outs[0] if packing is None else torch.cat(outs, dim=1)
 
 
-def exact_mask(padding: Tensor | None, length: int, key_length: int, is_causal: bool, like: Tensor) -> Tensor | None:
-    """Makes the boolean mask `[B, 1, L, S]` of exact attention, or None where its `is_causal` argument is enough.
-
-    Args:
-        padding: boolean `[B, S]`, True for real keys; None without padding.
-        length, key_length: L and S; the queries are those of the last tokens.
-        is_causal: whether queries see earlier keys only.
-        like: a tensor on the device of the mask.
-    """
+def _mask(padding: Tensor | None, length: int, key_length: int, is_causal: bool, like: Tensor) -> Tensor | None:
+    """Makes the boolean mask `[B, 1, L, S]` of exact attention, or None where its `is_causal` argument is enough."""
     if not is_causal or length == 1:
         return None if padding is None else padding[:, None, None, :].expand(-1, 1, length, -1)
     if padding is None and length == key_length:
@@ -91,19 +62,12 @@ def exact_mask(padding: Tensor | None, length: int, key_length: int, is_causal: 
 def key_counts(sees: Visibility, packing: Packing | None, bound: int) -> Sequence[int]:
     """Counts the keys of each row of a batch without its padding, or of each packed sequence.
 
-    Args:
-        sees: which keys the queries see.
-        packing: where packed sequences begin and end; None for a batch of rows.
-        bound: `exact_below`.
-
-    Returns:
-        The counts; empty if no row has padding, or if the contents of tensors must not be read, of which the log is
-        told.
+    Empty if no row has padding, or if tensors must not be read, of which the log is told; `bound` is exact_below.
     """
     if packing is None and sees.padding is None:
         return ()
     if is_tracing():
-        _tell_traced(bound)
+        _warn_of_tracing(bound)
         return ()
     if packing is not None:
         return packing.key_lengths
@@ -112,18 +76,11 @@ def key_counts(sees: Visibility, packing: Packing | None, bound: int) -> Sequenc
 
 
 @torch.compiler.assume_constant_result
-def _tell_traced(bound: int) -> bool:
-    return _warn_of_tracing(bound)
-
-
-@lru_cache
 def _warn_of_tracing(bound: int) -> bool:
-    """Warns, once, that a traced program does not choose by the keys of each row."""
-    _logger.warning(
-        "favor: what is compiled, exported or recorded compares the length of a batch, padding included, with "
-        "exact_below = %d, and not the keys of each row. So the result of a row can depend on its batch; with "
-        "exact_below=0 it does not.",
-        bound,
+    warn_once(
+        "what is compiled, exported or recorded compares the length of a batch, padding included, with "
+        f"exact_below = {bound}, and not the keys of each row. So the result of a row can depend on its batch; with "
+        "exact_below=0 it does not."
     )
     return True
 
@@ -137,12 +94,7 @@ def by_length(
 ) -> Tensor:
     """Computes attention `[B, L, H, dv]`, exact in the rows of a batch, or in the packed sequences, with few keys.
 
-    Args:
-        call: the arguments that both kinds of attention take.
-        tensors: query `[B, H, L, d]`, key `[B, Hk, S, d]`, value `[B, Hk, S, dv]`.
-        counts: keys of each row or sequence.
-        bound: rows with fewer keys are exact.
-        linear: attention of the others.
+    `counts` are the keys of each row or sequence; those with fewer than `bound` are exact, and `linear` does the rest.
     """
     few = [row for row, count in enumerate(counts) if count < bound]
     others = [row for row, count in enumerate(counts) if count >= bound]
@@ -182,6 +134,84 @@ def _exact_without_padding(call: Call, query: Tensor, key: Tensor, value: Tensor
     out = exact_attention(call._replace(sees=sees), query, key, value)
     if not is_own:
         return out
-    return moved.back(nn.functional.pad(out.transpose(1, 2), (0, 0, 0, padding.shape[1] - most)), length).transpose(
-        1, 2
-    )
+    out = nn.functional.pad(out.transpose(1, 2), (0, 0, 0, padding.shape[1] - most))
+    return moved.back(out, length).transpose(1, 2)
+
+
+def by_head(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    parameters: Parameters | None,
+    exact_heads: Sequence[int],
+    exact: Callable[[Tensor, Tensor, Tensor], Tensor],
+    linear: Callable[[Tensor, Tensor, Tensor, Parameters | None], Tensor],
+) -> Tensor:
+    """Computes attention `[B, L, H, dv]` with some key heads exact, and the query heads that belong to them.
+
+    `parameters` are those of all key heads; `exact` and `linear` take any number of heads.
+    """
+    number = key.shape[1]
+    if max(exact_heads) >= number:
+        raise ValueError(f"exact_heads must be key heads from 0 to {number - 1}, got {list(exact_heads)}.")
+    linear_heads = [head for head in range(number) if head not in exact_heads]
+    if not linear_heads:
+        return exact(query, key, value)
+
+    def part(tensor: Tensor, heads: Sequence[int]) -> Tensor:
+        return tensor.unflatten(1, (number, -1))[:, list(heads)].flatten(1, 2)
+
+    def both(heads: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
+        return part(query, heads), part(key, heads), part(value, heads)
+
+    own = None if parameters is None else parameters.heads(linear_heads)
+    outs = [exact(*both(exact_heads)), linear(*both(linear_heads), own)]
+    groups = query.shape[1] // number
+    joined = torch.cat([out.unflatten(2, (-1, groups)) for out in outs], dim=2)
+    order = torch.tensor([*exact_heads, *linear_heads], device=query.device).argsort()
+    return joined[:, :, order].flatten(2, 3)
+
+
+class Share(NamedTuple):
+    """The key heads of a layer that this process has: the number of its first one, how many, and of how many."""
+
+    first: int
+    number: int
+    total: int
+
+    def parameters(self, stored: Parameters | None) -> Parameters | None:
+        """Gives its part of the parameters of all key heads."""
+        return None if stored is None else stored.heads(range(self.first, self.first + self.number))
+
+    def exact_heads(self, exact: Sequence[int]) -> list[int]:
+        """Gives its key heads that stay exact, counted from its own first one."""
+        return [head - self.first for head in exact if 0 <= head - self.first < self.number]
+
+    def drawn(self, exact: Sequence[int]) -> tuple[int, int]:
+        """Gives the number of its first key head with directions, and how many such heads the layer has."""
+        return self.first - sum(head < self.first for head in exact), self.total - len(exact)
+
+
+def share_of(module: nn.Module, key_heads: int) -> Share | None:
+    """Tells which heads of an attention module this process has; None if it has all, or nothing is shared out.
+
+    Raises a ValueError if the heads are shared out unevenly. `key_heads` are at hand.
+    """
+    from torch.distributed.tensor import DTensor  # slow to import, and missing in some builds of torch
+
+    config = module.config
+    total = getattr(config, "num_key_value_heads", None) or getattr(config, "num_attention_heads", None)
+    for parameter in module.parameters() if total != key_heads else ():
+        if not isinstance(parameter, DTensor):
+            continue
+        for dimension, placement in enumerate(parameter.placements):
+            if placement.is_shard():
+                processes, rank = parameter.device_mesh.size(dimension), parameter.device_mesh.get_local_rank(dimension)
+                if total != processes * key_heads:
+                    raise ValueError(
+                        f"{type(module).__name__} has {key_heads} of {total} key heads in one of {processes} processes "
+                        "of tensor parallelism, and favor attention needs equally many in each. Take a number of "
+                        'processes that divides the key heads, or attn_implementation="sdpa".'
+                    )
+                return Share(rank * key_heads, key_heads, total)
+    return None

@@ -5,7 +5,10 @@ The states are made when a model is built (`favor.integrations.stored`); the fun
 
 from __future__ import annotations
 
+import logging
 import operator
+import threading
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -17,7 +20,6 @@ from favor import registry
 from favor.config import BACKEND
 from favor.features import Parameters
 from favor.features.linalg import inverse
-from favor.integrations._private import in_backward, version
 
 # Names in checkpoints.
 TRANSFORM, FACTOR, SHIFT, WEIGHTS = "favor_transform", "favor_factor", "favor_shift", "favor_log_weights"
@@ -25,6 +27,7 @@ DIRECTIONS = "favor_directions"
 BUFFERS = (TRANSFORM, FACTOR, SHIFT, WEIGHTS, DIRECTIONS)
 WEIGHTS_OF = "weights_of"
 ALL_EXACT = "all its heads are kept exact"  # in accounts
+LINEAR = "linear: "  # begins the account of a layer that runs as asked
 # Options that a layer may have of its own, in its entry of `config.favor_layers`.
 OWN_OPTIONS = ("window", "num_features", "selected_keys")
 
@@ -45,7 +48,7 @@ class LayerState:
         choice: entry of the layer in `config.favor_layers`, see `favor.integrations.stored`; empty if it has none.
         calls: forward passes in training with redraws, without those that recompute activations.
         oldest_draw: draw of the first such pass since the last recomputation; None if there was none.
-        prepared: the parameters that the buffers hold, as attention takes them; None until they are needed.
+        prepared: the buffers, how often each was written, and the parameters made of them; None until they are needed.
         first_pass: of the model, for the log.
     """
 
@@ -56,7 +59,7 @@ class LayerState:
     choice: dict[str, Any] = field(default_factory=dict)
     calls: int = 0
     oldest_draw: int | None = None
-    prepared: Prepared | None = None
+    prepared: tuple[Sequence[Tensor | None], Sequence[Any], Parameters] | None = None
     first_pass: FirstPass | None = None
 
 
@@ -65,35 +68,36 @@ class FirstPass:
     """Account of the first forward pass of a model; its layers share it.
 
     Attributes:
-        model: name of the class of the model.
         expected: numbers of the layers that ask for a backend.
-        seen: by layer number, what ran and why.
-        threads: by layer number, the thread that it ran in.
+        seen: by layer number, what ran and why, and the thread that it ran in.
         keys: the most keys of a layer.
-        is_told: whether the log has it.
     """
 
     model: str
     expected: frozenset[int]
-    seen: dict[int, str] = field(default_factory=dict)
-    threads: dict[int, int] = field(default_factory=dict)
+    seen: dict[int, tuple[str, int]] = field(default_factory=dict)
     keys: int = 0
     is_told: bool = False
 
-
-@dataclass(eq=False)
-class Prepared:
-    """Parameters made of the buffers of a layer.
-
-    Attributes:
-        made_of: the buffers.
-        versions: whether there are maps, and the version of each buffer at that time.
-        parameters: what was made of them.
-    """
-
-    made_of: Sequence[Tensor | None]
-    versions: Sequence[int | bool | None]
-    parameters: Parameters
+    def note(self, layer: int, account: str, keys: int) -> None:
+        """Records what a layer ran, and tells the log when all layers of the model have run, or one has run again."""
+        thread = threading.get_ident()
+        if layer not in self.seen:
+            self.seen[layer], self.keys = (account, thread), max(self.keys, keys)
+            if not self.expected <= self.seen.keys():
+                return
+        elif self.seen[layer][1] != thread:
+            return  # a replica of nn.DataParallel, in the same pass
+        self.is_told = True
+        counts = Counter(account for account, _ in self.seen.values())
+        layers = "; ".join(f"{count} layer{'s' if count > 1 else ''} {account}" for account, count in counts.items())
+        # A layer without linear attention makes the line a warning, which the log shows by default.
+        as_asked = all(account.startswith(LINEAR) for account in counts)
+        logging.getLogger("favor").log(
+            logging.INFO if as_asked else logging.WARNING,
+            "favor: first forward pass of %s, up to %d keys: %s. favor.describe(model, length) has the details.",
+            *(self.model, self.keys, layers),
+        )
 
 
 def layer_state(module: nn.Module) -> LayerState | None:
@@ -103,12 +107,7 @@ def layer_state(module: nn.Module) -> LayerState | None:
 
 
 def change_state(module: nn.Module, **changes: Any) -> None:
-    """Gives an attention module a state with some fields changed.
-
-    Args:
-        module: the attention module. One without a state gets its first.
-        **changes: fields of `LayerState`; for the first state at least number, name, scope and decodes.
-    """
+    """Gives an attention module a state with some fields changed, or its first one."""
     state = layer_state(module)
     module.favor_layer = LayerState(**changes) if state is None else replace(state, **changes)  # type: ignore[assignment]
 
@@ -120,11 +119,7 @@ def attention_modules(model: nn.Module) -> dict[int, nn.Module]:
 
 
 def layer_number(module: nn.Module) -> int:
-    """Gives the number of an attention module in its model.
-
-    Raises:
-        ValueError: if the module has none, because its model was built before `favor` was imported.
-    """
+    """Gives the number of an attention module; raises a ValueError if its model was built before the import."""
     state = layer_state(module)
     if state is None:
         raise ValueError(
@@ -142,13 +137,7 @@ def decodes(module: nn.Module) -> bool:
 
 
 def is_self_attention(module: nn.Module, is_causal: bool, length: int, key_length: int) -> bool:
-    """Tells whether the queries and keys of a call belong to the same tokens, so that a window has a meaning.
-
-    Args:
-        module: the attention module.
-        is_causal: whether queries see earlier keys only.
-        length, key_length: numbers of queries and keys.
-    """
+    """Tells whether the queries and keys of a call belong to the same tokens, so that a window has a meaning."""
     return is_causal or (length == key_length and not decodes(module))
 
 
@@ -163,14 +152,8 @@ def layer_options(module: nn.Module, backend: str) -> tuple[str | None, dict[str
     """Gives the backend and the options of a layer: those of its part of the model, or else of its config.
 
     A layer's own numbers of features and of selected keys take the place of those. Its own window is read where
-    attention runs; the length from which a layer is linear depends on the window that layers share.
-
-    Args:
-        module: an attention module.
-        backend: that of its config.
-
-    Returns:
-        The name, None for a layer that stays exact, and the options.
+    attention runs; the length from which a layer is linear depends on the window that layers share. The name is None
+    for a layer that stays exact.
     """
     parts, options = getattr(module.config, "favor_parts", None), getattr(module.config, "favor", None) or {}
     if parts and backend in registry.BACKENDS:
@@ -209,15 +192,15 @@ def stored_parameters(module: nn.Module) -> Parameters | None:
     if torch.compiler.is_compiling() or any(buffer is not None and buffer.is_inference() for buffer in buffers):
         return _parameters(buffers, maps)
     # The inverse costs as much as attention itself on short inputs, so it is kept until a buffer changes.
-    versions = [maps, *(None if buffer is None else version(buffer) for buffer in buffers)]
+    versions = [maps, *(None if buffer is None else buffer._version for buffer in buffers)]
     state = layer_state(module)
     kept = None if state is None else state.prepared
-    if kept is not None and kept.versions == versions and all(map(operator.is_, kept.made_of, buffers)):
-        return kept.parameters
+    if kept is not None and kept[1] == versions and all(map(operator.is_, kept[0], buffers)):
+        return kept[2]
     with torch.inference_mode(False):
         parameters = _parameters(buffers, maps)
     if state is not None:
-        change_state(module, prepared=Prepared(buffers, versions, parameters))
+        change_state(module, prepared=(buffers, versions, parameters))
     return parameters
 
 
@@ -232,12 +215,7 @@ def _parameters(buffers: Sequence[Tensor | None], maps: bool) -> Parameters:
 def redraw_epoch(module: nn.Module, interval: int) -> int:
     """Counts a forward pass and gives its draw of the directions: 0 in evaluation, 1, 2, ... in training with redraws.
 
-    Args:
-        module: a numbered attention module.
-        interval: forward passes between redraws, 0 for none.
-
-    Raises:
-        ValueError: if a backward pass recomputes activations of forward passes that had different directions.
+    Raises a ValueError if a backward pass recomputes activations of forward passes that had different directions.
     """
     if not module.training or interval == 0:
         return 0
@@ -245,7 +223,7 @@ def redraw_epoch(module: nn.Module, interval: int) -> int:
     assert state is not None
     # Activation checkpointing runs the forward pass again inside the backward pass: it has to see the same directions,
     # which are known if all passes since the last backward pass had the same.
-    if in_backward():
+    if torch._C._current_graph_task_id() != -1:
         epoch = 1 + (state.calls - 1) // interval
         change_state(module, oldest_draw=None)
         if state.oldest_draw not in (None, epoch):
@@ -283,20 +261,14 @@ class RedrawCounter:
 
     def state_dict(self) -> dict[str, list[int]]:
         """Gives the training passes of each attention module, in the order of `model.modules()`."""
-        states = map(layer_state, self.model.modules())
-        return {"calls": [state.calls for state in states if state is not None]}
+        return {"calls": [state.calls for state in map(layer_state, self.model.modules()) if state is not None]}
 
     def load_state_dict(self, state: dict[str, list[int]]) -> None:
-        """Restores what `state_dict` returned.
-
-        Raises:
-            ValueError: if the model has another number of attention modules.
-        """
+        """Restores what `state_dict` returned; raises a ValueError for another number of attention modules."""
         modules = [module for module in self.model.modules() if layer_state(module) is not None]
         if len(modules) != len(state["calls"]):
             raise ValueError(
-                f"expected counts for {len(modules)} attention modules, got {len(state['calls'])}, which are of "
-                "another model."
+                f"counts of {len(state['calls'])} layers are of another model, not of these {len(modules)}."
             )
         for module, count in zip(modules, state["calls"], strict=True):
             change_state(module, calls=count)

@@ -1,6 +1,7 @@
 """Arguments that transformers passes besides queries, keys and values: masks, causality, and those to refuse.
 
-Of a mask, linear attention can use only which keys are padding.
+Of a mask, linear attention can use only which keys are padding. The names of mask functions are private to
+transformers, and checked on 5.17 to 5.23.
 """
 
 from __future__ import annotations
@@ -11,14 +12,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from transformers.masking_utils import (
-    bidirectional_mask_function,
-    causal_mask_function,
-    sdpa_mask,
-)
+from transformers.masking_utils import bidirectional_mask_function, causal_mask_function, sdpa_mask
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from favor.integrations._private import MaskPattern, mask_pattern
-from favor.integrations.engines import check_dispatch
+from favor import registry
 from favor.kernels.dispatch import check_not_scripted, is_tracing
 
 # Arguments that change the result: if one has a value, it is refused rather than dropped.
@@ -77,28 +74,25 @@ def favor_mask(
     """
     check_not_scripted()
     if "deepspeed" in sys.modules and not is_tracing():
-        check_dispatch()
+        _check_not_replaced()
     device = kwargs.get("device")
     pattern = _pattern(mask_function)
     grows = not isinstance(q_offset, Tensor) and q_offset + q_length == kv_offset + kv_length
     if local_size is not None and (pattern is None or not grows):
         kwargs.update(allow_is_causal_skip=False, allow_is_bidirectional_skip=False)
         kwargs.update(q_offset=q_offset, kv_offset=kv_offset, mask_function=mask_function)
-        mask = sdpa_mask(batch_size, q_length, kv_length, attention_mask=attention_mask, **kwargs)
-        assert mask is not None
+        mask: Any = sdpa_mask(batch_size, q_length, kv_length, attention_mask=attention_mask, **kwargs)
         return _record(mask, Visibility(causal=False, dense=True))
-    # A tracer cannot look into a mask function. While tracing, transformers gives each decoder without a mask a packed
-    # one.
-    if pattern is None and is_tracing():
-        return torch.empty(batch_size, 1, q_length, 0, dtype=torch.bool, device=device)
+    nothing = torch.empty(batch_size, 1, q_length, 0, dtype=torch.bool, device=device)
+    if pattern is None and is_tracing():  # when transformers gives each decoder without a mask a packed one
+        return nothing
     if pattern is None:
         raise ValueError(
             "favor attention supports causal and bidirectional masks with padding; this mask adds a prefix or blocks, "
             'which would be ignored. Use attn_implementation="sdpa".'
         )
     if pattern.packed:
-        mask = torch.empty(batch_size, 1, q_length, 0, dtype=torch.bool, device=device)
-        return _record(mask, Visibility(pattern.causal, pattern.reach))
+        return _record(nothing, Visibility(pattern.causal, pattern.reach))
     if pattern.causal and not grows:
         raise ValueError(
             "favor attention needs a cache that grows with the sequence (DynamicCache); a static cache was given. "
@@ -118,12 +112,66 @@ def favor_mask(
     return _record(shown, Visibility(pattern.causal, pattern.reach, padding, counts=counts))
 
 
-def _pattern(mask_function: Callable[..., Any]) -> MaskPattern | None:
-    if mask_function is causal_mask_function:
-        return MaskPattern(causal=True)
-    if mask_function is bidirectional_mask_function:
-        return MaskPattern(causal=False)
-    return None if is_tracing() else mask_pattern(mask_function)
+def _check_not_replaced() -> None:
+    """Raises a ValueError if DeepSpeed has put its attention in the place of every backend's, under the same names."""
+    functions = map(ALL_ATTENTION_FUNCTIONS.get, registry.BACKENDS)
+    if any(str(getattr(own, "__module__", "")).startswith("deepspeed.") for own in functions):
+        raise ValueError(
+            "DeepSpeed has replaced the attention functions of transformers, for sequence parallelism (sp_size > 1), "
+            'and runs exact attention in place of favor. Set sp_size=1, or choose attn_implementation="sdpa".'
+        )
+
+
+class _Pattern(NamedTuple):
+    """Which keys a mask function shows, padding left out; `packed`: each query those of its own sequence only."""
+
+    causal: bool
+    reach: int | None = None
+    packed: bool = False
+
+
+# Parts that only join others, or cut a batch into its packed sequences.
+_JOINTS = {"packed_sequence_mask_function", "remap_positions_for_packed_sequence", "and_masks", "or_masks"}
+_BOTH_WAYS = "bidirectional_mask_function"
+# Whether a mask is causal, and how far a query sees beyond `sliding_window` tokens; None for all keys.
+_PATTERNS: dict[frozenset[str], tuple[bool, int | None]] = {
+    frozenset({"causal_mask_function"}): (True, None),
+    frozenset({_BOTH_WAYS}): (False, None),
+    frozenset({"causal_mask_function", "sliding_window_overlay"}): (True, -1),
+    frozenset({_BOTH_WAYS, "sliding_window_bidirectional_overlay"}): (False, 0),
+    # Gemma 3 as an encoder: a causal mask or a function that shows everything; a causal mask or its mirror image.
+    frozenset({"causal_mask_function", "Gemma3TextModel"}): (False, None),
+    frozenset({"causal_mask_function", "sliding_window_overlay", "_bidirectional_window_overlay"}): (False, -1),
+}
+
+
+def _pattern(mask_function: Callable[..., Any]) -> _Pattern | None:
+    """Tells what a mask function does; None for unknown patterns, such as a prefix, and where a tracer cannot look.
+
+    transformers combines masks as nested functions, and the parts are found in their closures.
+    """
+    if mask_function is causal_mask_function or mask_function is bidirectional_mask_function:
+        return _Pattern(mask_function is causal_mask_function)
+    if is_tracing():
+        return None
+    parts, names, windows = [mask_function], set(), set()
+    while parts:
+        part = parts.pop()
+        if not hasattr(part, "__code__"):
+            return None
+        names.add(part.__qualname__.split(".")[0])
+        for variable, cell in zip(part.__code__.co_freevars, part.__closure__ or (), strict=True):
+            inner = cell.cell_contents
+            if variable == "sliding_window":
+                windows.add(inner)
+            parts += [f for f in (inner if isinstance(inner, tuple) else (inner,)) if callable(f)]
+    found = _PATTERNS.get(frozenset(names - _JOINTS))
+    if found is None or len(windows) > 1:
+        return None
+    causal, beyond = found
+    return _Pattern(
+        causal, None if beyond is None else windows.pop() + beyond, "packed_sequence_mask_function" in names
+    )
 
 
 def _record(mask: Tensor, visibility: Visibility) -> Tensor:
@@ -139,7 +187,7 @@ def visibility(
     sliding_window: int | None = None,
     packed: bool = False,
 ) -> Visibility:
-    """Tells which keys the queries of a layer see.
+    """Tells which keys the queries of a layer see; raises a ValueError for what cannot be told or is not supported.
 
     A mask from `favor_mask` says all. Another mask that has one row per query says whether the layer is causal, and a
     mask that has a single row for all queries says that it is not. Without a mask, or with a mask that has lost its
@@ -148,14 +196,9 @@ def visibility(
     Args:
         module: the attention module.
         mask: what transformers passed: None, `[B, S]` or `[B, 1, L or 1, S]`; boolean (True for visible) or additive.
-        is_causal: argument of the attention function.
+        is_causal, sliding_window: arguments of the attention function; visible keys are nearer than the window.
         shape: B, L, S.
-        sliding_window: argument of the attention function: visible keys are fewer than this many tokens away.
         packed: whether the lengths of packed sequences were passed.
-
-    Raises:
-        ValueError: if the mask holds anything else, such as an additive bias for each pair, if nothing says whether
-            the layer is causal, or if mask and config of a prefix language model contradict each other.
     """
     recorded = getattr(mask, "favor_visibility", None)
     reach = None if sliding_window is None else sliding_window - 1
@@ -168,10 +211,11 @@ def visibility(
     if recorded is not None:
         _check_prefix(module, recorded, shape)
         return recorded
-    if mask is None or mask.ndim == 2 or shape[1] == 1 or _repeats_its_rows(mask) or is_tracing(mask):
+    rows_are_equal = mask is None or mask.ndim == 2 or (mask.ndim == 4 and 0 in (mask.shape[2] - 1, mask.stride(2)))
+    if mask is None or shape[1] == 1 or rows_are_equal or is_tracing(mask):
         one_row = mask is not None and mask.ndim == 4 and mask.shape[2] == 1 < shape[1]
         causal = False if one_row else causal_of(module, is_causal)
-        return Visibility(causal, reach, None if mask is None else key_padding(mask, *shape))
+        return Visibility(causal, reach, None if mask is None else _key_padding(mask, shape[0], shape[2]))
     if reach is not None:
         return Visibility(causal=False, dense=True)
     claimed = getattr(module, "is_causal", False) if is_causal is None else is_causal
@@ -185,26 +229,21 @@ def _check_prefix(module: nn.Module, sees: Visibility, shape: tuple[int, int, in
     """
     both_ways = getattr(getattr(module, "config", None), "use_bidirectional_attention", None)
     if both_ways and sees.causal and not getattr(module, "is_causal", True) and shape[1] == shape[2] > 1:
-        raise ValueError(_PREFIX.format(module=type(module).__name__))
+        raise ValueError(
+            f"favor attention got a causal mask for {type(module).__name__}, whose config says "
+            'use_bidirectional_attention: transformers\' own attentions disagree here. Use attn_implementation="sdpa" '
+            'for this part of the model, and favor for others: favor.configure(model, "landmark", only="vision_tower").'
+        )
 
 
-def _repeats_its_rows(mask: Tensor) -> bool:
-    return mask.ndim == 4 and (mask.shape[2] == 1 or mask.stride(2) == 0)
-
-
-def key_padding(mask: Tensor, batch: int, length: int, key_length: int) -> Tensor:
+def _key_padding(mask: Tensor, batch: int, key_length: int) -> Tensor:
     """Reads the padding `[B, S]`, True for real keys, from a mask `[B, S]` or `[B, 1, L, S]` whose rows are all equal.
 
-    Raises:
-        ValueError: if the mask has another shape, is additive with other values than 0 and very negative ones, or has
-            rows of its own for each query.
+    Raises a ValueError for another shape, other values than 0 and very negative ones, and rows that differ.
     """
     mask = _one_head(mask, key_length)
     if mask.shape[1] > 1 and mask.stride(1) != 0:
-        raise ValueError(
-            f"cannot read a materialised mask of shape {(batch, 1, length, key_length)} while compiling or recording a "
-            "CUDA graph; pass a 2D one."
-        )
+        raise ValueError("cannot read a materialised mask while compiling or recording a CUDA graph; pass a 2D one.")
     return _visible(mask[:, :1])[:, 0].expand(batch, -1)
 
 
@@ -236,45 +275,22 @@ def _one_head(mask: Tensor, key_length: int) -> Tensor:
 
 
 def refuse(kwargs: dict[str, Any], module: nn.Module) -> None:
-    """Refuses arguments of an attention function that would have to be dropped.
-
-    Args:
-        kwargs: what the model passes besides the arguments the backends know.
-        module: the attention module.
-
-    Raises:
-        ValueError: naming the argument and what to use instead, and inside torch.jit.trace.
-    """
+    """Raises a ValueError for arguments of an attention function that would have to be dropped."""
     check_not_scripted()
     for name, what in REFUSED.items():
         if kwargs.get(name) is not None:
-            raise ValueError(
-                f'favor attention does not support {what} (argument {name}). Use attn_implementation="sdpa" or '
-                f'"eager" for {type(module).__name__}.'
-            )
+            raise ValueError(f'favor attention does not support {what} (argument {name}); take "sdpa" or "eager".')
     if kwargs.get("output_attentions"):
-        raise ValueError(
-            'favor attention never forms the attention matrix; use attn_implementation="eager" for output_attentions.'
-        )
+        raise ValueError('favor attention never forms the attention matrix; use attn_implementation="eager".')
 
 
 def causal_of(module: nn.Module, is_causal: bool | None) -> bool:
-    """Tells whether a layer is causal: by the argument if given, else by the module.
-
-    Args:
-        module: the attention module.
-        is_causal: argument of the attention function.
-
-    Raises:
-        ValueError: if neither the argument nor the module says so.
-    """
+    """Tells whether a layer is causal: by the argument if given, else by the module; raises a ValueError if neither."""
     if is_causal is not None:
         return is_causal
     own = getattr(module, "is_causal", None)
     if own is None:
-        raise ValueError(
-            f"{type(module).__name__} does not say whether it is causal; set its attribute is_causal to True or False."
-        )
+        raise ValueError(f"{type(module).__name__} does not say whether it is causal; set its attribute is_causal.")
     # Some encoders are built of layers that claim to be causal, and say elsewhere that they are not decoders.
     claims = (getattr(module.config, "is_causal", None), getattr(module, "is_decoder", None))
     return bool(own) and False not in claims
@@ -291,12 +307,6 @@ def _visible(mask: Tensor) -> Tensor:
     return ~hidden
 
 
-_PREFIX = (
-    "favor attention got a causal mask for {module}, whose config says use_bidirectional_attention: transformers' own "
-    "attentions disagree here. With sdpa the prompt is seen both ways, if nothing is padded, and with eager it is not. "
-    'Use attn_implementation="sdpa" for this part of the model, and favor for others, as in '
-    'favor.configure(model, "landmark", only="vision_tower").'
-)
 _UNKNOWN_LENGTHS = (
     "favor attention got packed sequences (position_ids that start again) without their lengths. Pass cu_seq_lens_q, "
     "cu_seq_lens_k, max_length_q and max_length_k, as DataCollatorWithFlattening(return_flash_attn_kwargs=True) does, "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,11 +13,7 @@ from transformers import AttentionInterface, PreTrainedModel
 
 def attention_names(model: nn.Module) -> dict[str, nn.Module]:
     """Lists the modules of a model that may be attention layers, by their names in it."""
-    return {
-        name: module
-        for name, module in model.named_modules()
-        if is_attention(type(module)) or hasattr(module, "is_causal")
-    }
+    return {name: m for name, m in model.named_modules() if is_attention(type(m)) or hasattr(m, "is_causal")}
 
 
 def asking_layers(attention: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
@@ -39,16 +35,13 @@ def silent_layers(attention: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
 def in_decoders(attention: Mapping[str, nn.Module]) -> set[str]:
     """Names the layers whose nearest other attention is causal, such as the cross attention of a decoder layer."""
     inside: dict[str, list[str]] = defaultdict(list)  # names of attention layers, by the part of the model around them
-    causal: dict[str, list[str]] = defaultdict(list)
-    for name, module in attention.items():
+    for name in attention:
         for part in _parts_around(name):
             inside[part].append(name)
-            if getattr(module, "is_causal", False):
-                causal[part].append(name)
     found = set()
     for name in attention:
-        nearest = next((part for part in _parts_around(name) if _is_beside(name, inside[part])), None)
-        if nearest is not None and _is_beside(name, causal[nearest]):
+        beside = ([other for other in inside[part] if _are_apart(name, other)] for part in _parts_around(name))
+        if any(getattr(attention[other], "is_causal", False) for other in next(filter(None, beside), ())):
             found.add(name)
     return found
 
@@ -59,9 +52,9 @@ def _parts_around(name: str) -> list[str]:
     return [".".join(path[:depth]) for depth in reversed(range(len(path)))]
 
 
-def _is_beside(name: str, others: Sequence[str]) -> bool:
-    """Tells whether one of the other modules neither holds a module nor is in it."""
-    return any(not f"{name}.".startswith(f"{other}.") and not other.startswith(f"{name}.") for other in others)
+def _are_apart(name: str, other: str) -> bool:
+    """Tells whether a module neither holds another one nor is in it."""
+    return not f"{name}.".startswith(f"{other}.") and not other.startswith(f"{name}.")
 
 
 def configs_of(model: nn.Module) -> list[Any]:
@@ -79,10 +72,7 @@ def private_configs(model: nn.Module) -> list[Any]:
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Runs a model in evaluation mode, and gives each of its modules its own mode back, also after an error.
-
-    `model.train(mode)` would give all modules one mode, and so undo that some of them are frozen by `eval()`.
-    """
+    """Runs a model in evaluation mode, and gives each of its modules its own mode back, also after an error."""
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:

@@ -11,15 +11,16 @@ attention this work. `"directions": 64` says that the layer has that many learne
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from favor.config import FavorConfig
+from favor import registry
+from favor.config import BACKEND, MOST_FEATURES, MOST_HEADS, MOST_TOKENS, FavorConfig
 from favor.features import Parameters
-from favor.integrations.entries import check_entries, check_parts
 from favor.integrations.layer import (
     DIRECTIONS,
     FACTOR,
@@ -29,11 +30,30 @@ from favor.integrations.layer import (
     WEIGHTS,
     WEIGHTS_OF,
     FirstPass,
+    attention_modules,
     change_state,
     layer_state,
     stored_choice,
 )
 from favor.integrations.modules import asking_layers, attention_names, configs_of, in_decoders
+
+# What the fields of an entry may be: one of some values, or an integer between two.
+_CHOICES: dict[str, Collection[Any]] = {
+    "family": registry.FAMILIES,
+    "kind": ("calibrated", "corrected"),
+    "orthogonal": (True, False),
+    "maps": (True, False),
+}
+_RANGES: dict[str, tuple[float, float]] = {
+    "key_heads": (1, MOST_HEADS),
+    "head_dim": (1, 2**14),
+    "num_features": (1, MOST_FEATURES),
+    "directions": (1, MOST_FEATURES),
+    "window": (0, MOST_TOKENS),
+    "selected_keys": (0, MOST_TOKENS),
+    "layer": (0, MOST_TOKENS),
+    "seed": (-math.inf, math.inf),
+}
 
 
 def number_layers(model: nn.Module) -> None:
@@ -43,34 +63,24 @@ def number_layers(model: nn.Module) -> None:
     same number to two of them (self and cross attention), so the modules' own `layer_idx` is not used. A module that
     has a state keeps its counts, and its parameters where the config lists buffers of the same shapes.
 
-    Args:
-        model: any model; the config of a transformers model is read.
-
-    Raises:
-        ValueError, TypeError: for options or entries of layers in the config that are malformed, naming the field.
+    Raises a ValueError or TypeError for options or entries of layers in the config that are malformed.
     """
-    attention = attention_names(model)
-    prefix = f"{getattr(model, 'base_model_prefix', '')}."
-    config = getattr(model, "config", None)
-    FavorConfig.from_dict(getattr(config, "favor", None))
+    attention, config = attention_names(model), getattr(model, "config", None)
     entries = getattr(config, "favor_layers", None)
-    check_entries(entries)
+    FavorConfig.from_dict(getattr(config, "favor", None))
+    _check_entries(entries)
     check_parts(getattr(config, "favor_parts", None))
-    asking = asking_layers(attention)
-    numbers = frozenset(number for number, path in enumerate(attention) if path in asking)
-    first_pass = FirstPass(type(model).__name__, numbers)
-    decoding = in_decoders(attention)
+    asking, decoding = asking_layers(attention), in_decoders(attention)
+    first_pass = FirstPass(type(model).__name__, frozenset(n for n, path in enumerate(attention) if path in asking))
+    prefix = f"{getattr(model, 'base_model_prefix', '')}."
     scopes = _scopes({path.removeprefix(prefix): module for path, module in attention.items()})
     for number, (path, module) in enumerate(attention.items()):
-        name = path.removeprefix(prefix)
-        scope = scopes.get(id(getattr(module, "config", None)), "")
-        place = {"number": number, "name": name, "scope": scope, "first_pass": first_pass}
-        place["decodes"] = path in decoding
-        if entries is None and layer_state(module) is not None:
-            change_state(module, **place)  # a part with entries of its own, in a model without entries
-            continue
+        name, scope = path.removeprefix(prefix), scopes.get(id(getattr(module, "config", None)), "")
         own = (entries or {}).get(name, {})
-        change_state(module, **place, choice=own)
+        # A part with entries of its own, in a model without entries, keeps them.
+        choice = {} if entries is None and layer_state(module) is not None else {"choice": own}
+        place = {"number": number, "name": name, "scope": scope, "decodes": path in decoding, "first_pass": first_pass}
+        change_state(module, **place, **choice)
         if "family" in own:
             features = {WEIGHTS: own.get(WEIGHTS_OF, {}).get("num_features"), DIRECTIONS: own.get("directions")}
             _attach(module, own["key_heads"], own["head_dim"], features)
@@ -94,14 +104,7 @@ def _scopes(attention: Mapping[str, nn.Module]) -> dict[int, str]:
 
 
 def weights_of(choice: Mapping[str, Any], window: int, options: Any, layer: int) -> dict[str, Any]:
-    """Lists what weights of features were learned for: their directions, and the part of attention that is exact.
-
-    Args:
-        choice: entry of the layer, see `stored_choice`.
-        window: of the layers that have none of their own.
-        options: holds num_features, seed and orthogonal.
-        layer: number of the layer, whose directions they are.
-    """
+    """Lists what weights of features were learned for: the directions of a layer, and what is exact in it."""
     own = {name: getattr(options, name) for name in ("num_features", "seed", "orthogonal")}
     exact = {"window": choice.get("window", window), "exact_heads": list(choice.get("exact_heads", ()))}
     return {**own, **exact, "layer": layer}
@@ -114,44 +117,42 @@ def store_parameters(
     kind: str = "calibrated",
     weights: Mapping[int, Mapping[str, Any]] | None = None,
 ) -> None:
-    """Puts parameters into the attention modules as buffers, and their shapes into the config.
+    """Puts parameters of a family into the attention modules as buffers, and their shapes into the config.
 
     Args:
         model: a model with numbered layers.
         parameters: by layer number, `[Hk, d, d]` and `[Hk, d]`.
-        family: registry name of the features they belong to.
+        family: registry name.
         kind: "calibrated" for parameters, "corrected" for a correction of those of each sequence.
         weights: what the weights are for, by layer number, see `weights_of`; None if the parameters have no weights.
     """
-    shapes: dict[int, dict[str, Any]] = {
-        number: {"family": family, "kind": kind, "key_heads": own.factor.shape[0], "head_dim": own.factor.shape[-1]}
-        for number, own in parameters.items()
-    }
-    for number, shape in shapes.items():
-        fitted = parameters[number]
-        shape[WEIGHTS_OF] = None if weights is None else dict(weights[number])
-        shape["maps"] = None if fitted.maps or fitted.shift is not None else False
-        shape["directions"] = None if fitted.directions is None else fitted.directions.shape[-2]
-    update_choices(model, shapes)
-    for module in model.modules():
-        state = layer_state(module)
-        own = None if state is None else parameters.get(state.number)
-        if own is None:
-            continue
-        key_heads, head_dim = own.factor.shape[:2]
-        features = {
-            WEIGHTS: None if own.log_weights is None else own.log_weights.shape[-1],
-            DIRECTIONS: None if own.directions is None else own.directions.shape[-2],
+    modules, entries = attention_modules(model), dict[int, dict[str, Any]]()
+    for number, own in parameters.items():
+        entries[number] = {
+            "family": family,
+            "kind": kind,
+            "key_heads": own.factor.shape[0],
+            "head_dim": own.factor.shape[-1],
+            WEIGHTS_OF: None if weights is None else dict(weights[number]),
+            "maps": None if own.maps or own.shift is not None else False,
+            "directions": None if own.directions is None else own.directions.shape[-2],
         }
-        _attach(module, key_heads, head_dim, features)
-        like = getattr(module, FACTOR)
-        eye = torch.eye(own.factor.shape[-1], dtype=like.dtype, device=like.device)
-        _set(module, TRANSFORM, own.transform.to(like).expand_as(like) if own.maps else eye.expand_as(like))
-        _set(module, FACTOR, own.factor.to(like))
-        _set(module, SHIFT, torch.zeros_like(like[..., 0]) if own.shift is None else own.shift.to(like))
-        for name, value in ((WEIGHTS, own.log_weights), (DIRECTIONS, own.directions)):
-            if value is not None:
-                _set(module, name, value.to(like))
+    update_choices(model, entries)
+    for number, own in parameters.items():
+        weighted = None if own.log_weights is None else own.log_weights.shape[-1]
+        features = {WEIGHTS: weighted, DIRECTIONS: entries[number]["directions"]}
+        _attach(modules[number], own.factor.shape[0], own.factor.shape[-1], features)
+        values = {
+            TRANSFORM: own.transform if own.maps else torch.eye(own.factor.shape[-1]),
+            FACTOR: own.factor,
+            SHIFT: torch.zeros(()) if own.shift is None else own.shift,
+            WEIGHTS: own.log_weights,
+            DIRECTIONS: own.directions,
+        }
+        with torch.no_grad():
+            for name, value in values.items():
+                if value is not None:
+                    getattr(modules[number], name).copy_(value)
 
 
 def train_directions(model: nn.Module) -> list[nn.Parameter]:
@@ -177,35 +178,26 @@ def fix_directions(model: nn.Module) -> None:
 
 def update_choices(model: nn.Module, choices: Mapping[int, Mapping[str, Any]]) -> None:
     """Merges entries, by layer number, into the modules and into `config.favor_layers`; None removes a value."""
-    for module in model.modules():
-        state = layer_state(module)
-        added = None if state is None else choices.get(state.number)
-        if added is not None:
-            merged = {**stored_choice(module), **added}
+    for number, module in attention_modules(model).items():
+        if number in choices:
+            merged = {**stored_choice(module), **choices[number]}
             change_state(module, choice={key: value for key, value in merged.items() if value is not None})
     _write(model)
 
 
 def clear_choices(model: nn.Module) -> None:
     """Forgets which heads stay exact and which options layers have of their own; parameters stay."""
-    for module in model.modules():
+    for module in attention_modules(model).values():
         own = stored_choice(module)
-        if own:
-            kept = {key: own[key] for key in own if key not in ("exact_heads", *OWN_OPTIONS)}
-            change_state(module, choice=kept if "family" in kept else {})
+        kept = {key: own[key] for key in own if key not in ("exact_heads", *OWN_OPTIONS)}
+        change_state(module, choice=kept if "family" in kept else {})
     _write(model)
 
 
 def drop_own(model: nn.Module, numbers: Collection[int], options: Collection[str]) -> None:
-    """Forgets layers' own values of options that are set for all of them now.
-
-    Args:
-        model: a model, or a part of one.
-        numbers: of the layers.
-        options: names of the options; those that no layer has of its own change nothing.
-    """
-    states = [state for state in map(layer_state, model.modules()) if state is not None and state.number in numbers]
-    dropped = {state.number: set(OWN_OPTIONS).intersection(options, state.choice) for state in states}
+    """Forgets the own values that some layers, by number, have of options that are set for all of them now."""
+    modules = {number: module for number, module in attention_modules(model).items() if number in numbers}
+    dropped = {n: set(OWN_OPTIONS).intersection(options, stored_choice(module)) for n, module in modules.items()}
     if any(dropped.values()):
         update_choices(model, {number: dict.fromkeys(names) for number, names in dropped.items()})
 
@@ -224,10 +216,7 @@ def _write(model: nn.Module) -> None:
 def _attach(module: nn.Module, key_heads: int, head_dim: int, numbers: Mapping[str, int | None]) -> None:
     """Makes buffers with the parameters of FAVOR+, which need no data, unless the module has buffers of that shape.
 
-    Args:
-        module: the attention module.
-        key_heads, head_dim: of the layer.
-        numbers: how many features the buffers `WEIGHTS` and `DIRECTIONS` are for; None for no such buffer.
+    `numbers`: how many features the buffers `WEIGHTS` and `DIRECTIONS` are for; None for no such buffer.
     """
     device = next((p.device for p in module.parameters()), None)
     for name, number in numbers.items():
@@ -245,6 +234,54 @@ def _attach(module: nn.Module, key_heads: int, head_dim: int, numbers: Mapping[s
     module.register_buffer(SHIFT, torch.zeros(key_heads, head_dim, device=device))
 
 
-def _set(module: nn.Module, name: str, value: Tensor) -> None:
-    with torch.no_grad():
-        getattr(module, name).copy_(value)
+def _check_entries(entries: Any) -> None:
+    """Raises a ValueError for a malformed `config.favor_layers`, naming layer and field; None is fine."""
+    if entries is not None and not isinstance(entries, Mapping):
+        raise ValueError(f"config.favor_layers must be a dictionary of layers by name, got {entries!r}.")
+    for layer, entry in (entries or {}).items():
+        stores = isinstance(entry, Mapping) and "family" in entry
+        _check_fields(f'config.favor_layers["{layer}"]', entry, ("kind", "key_heads", "head_dim") if stores else ())
+
+
+def check_parts(parts: Any) -> None:
+    """Raises a ValueError for a malformed `config.favor_parts`, naming the part; None is fine."""
+    if parts is not None and not isinstance(parts, Mapping):
+        raise ValueError(f"config.favor_parts must be a dictionary of options by part, got {parts!r}.")
+    for part, options in (parts or {}).items():
+        if not isinstance(options, Mapping) or not isinstance(options.get(BACKEND), str):
+            raise ValueError(f'config.favor_parts["{part}"] must be a dictionary with {BACKEND}, got {options!r}.')
+        FavorConfig.from_dict(options)
+
+
+def _check_fields(where: str, entry: Any, needed: Collection[str]) -> None:
+    if not isinstance(entry, Mapping):
+        raise ValueError(f"{where} must be a dictionary, got {entry!r}.")
+    missing = [name for name in needed if name not in entry]
+    if missing:
+        raise ValueError(f"{where} needs {', '.join(needed)}; {', '.join(missing)} is missing.")
+    for name, value in entry.items():
+        if name == WEIGHTS_OF:
+            _check_fields(f"{where}.{name}", value, ("num_features", "layer"))
+            continue
+        if name == "exact_heads":
+            heads: Any = entry.get("key_heads")
+            most = heads - 1 if _is_between(heads, 1, MOST_HEADS) else MOST_HEADS - 1
+            expected = f"a list of different key heads from 0 to {most}"
+            fits = isinstance(value, list | tuple) and all(_is_between(head, 0, most) for head in value)
+            fits = fits and len(set(value)) == len(value)
+        elif name in _CHOICES:
+            expected = " or ".join(map(repr, _CHOICES[name]))
+            fits = isinstance(value, str | bool) and value in _CHOICES[name]
+        elif name in _RANGES:
+            expected = "an integer from {} to {}".format(*_RANGES[name])
+            fits = _is_between(value, *_RANGES[name])
+        else:
+            known = (*_CHOICES, *_RANGES, "exact_heads", WEIGHTS_OF)
+            hint = registry.did_you_mean(name, known)
+            raise ValueError(f"{where} has an unknown field, {name}; the fields are {', '.join(known)}.{hint}")
+        if not fits:
+            raise ValueError(f"{where}.{name} must be {expected}, got {value!r}.")
+
+
+def _is_between(value: Any, least: float, most: float) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and least <= value <= most

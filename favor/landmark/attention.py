@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from favor.attention.functional import AttentionCall, method
 from favor.landmark import bidirectional, causal, kept
 from favor.registry import Family, register
-
-if TYPE_CHECKING:
-    from favor.attention.call import AttentionCall
 
 
 @register
@@ -51,6 +49,7 @@ class Landmarks(Family):
         return f"{type(self).__name__}()"
 
 
+@method(Landmarks)
 def attend(family: Landmarks, query: Tensor, key: Tensor, value: Tensor, call: AttentionCall) -> Tensor:
     """Computes the attention output `[B, H, L, dv]` through landmarks.
 

@@ -6,7 +6,6 @@ import pytest
 import torch
 from pairwise import pairs
 from reference import FAMILIES, NUM_FEATURES, POSITIVE, SOFTMAX, attend, inputs, reference_attention
-from torch.nn.functional import scaled_dot_product_attention
 
 import favor
 from favor import features
@@ -56,28 +55,6 @@ def test_lower_precision_has_its_own_accuracy(name, is_causal, scale, dtype):
     assert (out.double() - exact).norm() / exact.norm() < allowed
 
 
-@pytest.mark.parametrize("name", SOFTMAX)
-@pytest.mark.parametrize("is_causal", [False, True], ids=["bidirectional", "causal"])
-def test_norms_of_a_thousand_stay_finite(name, is_causal):
-    tensors = [t.float().requires_grad_() for t in inputs(65, scale=1000 / 8**0.5)]
-    out = attend(*tensors, name=name, is_causal=is_causal)
-    out.sum().backward()
-    assert out.isfinite().all()
-    assert all(t.grad.isfinite().all() for t in tensors)
-
-
-@pytest.mark.parametrize("name", SOFTMAX)
-@pytest.mark.parametrize(("dtype", "scale"), [(torch.float32, 12), (torch.float64, 40)], ids=str)
-def test_more_padding_at_the_left_than_a_chunk_and_large_keys(name, dtype, scale):
-    """A chunk that sees nothing says nothing about the size of what comes after it."""
-    tensors = [t.to(dtype) for t in inputs(100)]
-    tensors[:2] = [scale * t for t in tensors[:2]]
-    mask = (torch.arange(100) >= 70).expand(2, -1)
-    out = attend(*tensors, name=name, mask=mask, is_causal=True)
-    alone = attend(*[t[:, :, 70:] for t in tensors], name=name, is_causal=True)
-    torch.testing.assert_close(out[:, :, 70:], alone, rtol=1e-3, atol=1e-3)
-
-
 @pytest.mark.parametrize("name", POSITIVE)
 def test_rising_features_inside_a_chunk_do_not_underflow(name):
     """Each key outweighs all earlier ones by hundreds of nats; early queries must still see their own past."""
@@ -112,7 +89,7 @@ def test_padding_changes_nothing(name, is_causal, side):
         padded.append(batch)
     mask = torch.zeros(3, total, dtype=torch.bool)
     mask[0], mask[1, tokens] = True, True  # the third row is all padding
-    for tensor in padded[1:]:
+    for tensor in padded:
         tensor[2, :, 3] = float("nan")
     padded = [t.requires_grad_() for t in padded]
     out = attend(*padded, name=name, mask=mask, is_causal=is_causal)
@@ -126,32 +103,11 @@ def test_padding_changes_nothing(name, is_causal, side):
         assert not tensor.grad.transpose(1, 2)[outside].any()
 
 
-@pytest.mark.parametrize(*pairs(name=FAMILIES, form=[(37, False), (37, True), (20, True)], bad=[torch.nan, torch.inf]))
-def test_padded_queries_may_hold_anything(name, form, bad):
-    """Their outputs are nobody's; but 0 x NaN would be in the gradient of every key."""
-    length, is_causal = form
-    tensors, mask = inputs(length, 37), torch.ones(2, 37, dtype=torch.bool)
-    mask[0, 30:] = mask[1, 20:25] = False
-    real = mask[:, 37 - length :]
-    found = []
-    for fill in (0.0, bad):
-        leaves = [
-            t.masked_fill(~own[:, None, :, None], fill) for t, own in zip(tensors, (real, mask, mask), strict=True)
-        ]
-        leaves = [t.requires_grad_() for t in leaves]
-        out = attend(*leaves, name=name, mask=mask, is_causal=is_causal).transpose(1, 2)[real]
-        found.append([out, *torch.autograd.grad(out.square().sum(), leaves)])
-    for clean, ours in zip(*found, strict=True):
-        assert ours.isfinite().all()
-        torch.testing.assert_close(ours, clean, rtol=0, atol=0)
-
-
 @pytest.mark.parametrize("name", FAMILIES)
-@pytest.mark.parametrize(("length", "padded"), [(37, False), (200, False), (37, True)])
+@pytest.mark.parametrize(("length", "padded"), [(200, False), (37, True)])
 def test_the_future_does_not_change_the_past(name, length, padded):
     """At no place: with padding at the left its last place often has to predict the first token."""
-    tensors, mask = inputs(length), None
-    now = length // 2
+    tensors, now, mask = inputs(length), length // 2, None
     if padded:
         mask = torch.ones(2, length, dtype=torch.bool)
         mask[0, : now - 5] = mask[1, 3:7] = mask[1, now - 1] = False
@@ -180,13 +136,7 @@ def test_causal_statistics_fall_back_to_favor_plus_and_say_so(name):
 def test_gradients_by_finite_differences(rf, is_causal):
     tensors = [t.requires_grad_() for t in inputs(6, batch=1, heads=2, key_heads=1, dim=4, value_dim=3, scale=0.5)]
     mask = torch.tensor([[True, True, True, True, True, False]])
-
-    def run(query, key, value):
-        return favor.favor_attention(
-            query, key, value, features=rf, num_features=8, key_padding_mask=mask, is_causal=is_causal
-        )
-
-    assert torch.autograd.gradcheck(run, tensors)
+    assert torch.autograd.gradcheck(lambda *t: attend(*t, name=rf, mask=mask, is_causal=is_causal), tensors)
 
 
 @pytest.mark.parametrize("name", ["gerf", "saderf", "aderf", "sderf"])
@@ -201,42 +151,14 @@ def test_gradients_hold_the_parameters_fixed(name):
         torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-10)
 
 
-@pytest.mark.parametrize("subset", [(0,), (1,), (2,), (0, 2), (1, 2)])
+@pytest.mark.parametrize("subset", [(0,), (1,), (0, 2)])
 def test_gradients_for_any_subset_of_inputs(subset):
-    tensors = inputs(10)
-    full = [t.clone().requires_grad_() for t in tensors]
-    attend(*full, name="sderf").sum().backward()
-    some = [t.clone().requires_grad_(i in subset) for i, t in enumerate(tensors)]
+    tensors = [t.requires_grad_() for t in inputs(10)]
+    full = torch.autograd.grad(attend(*tensors, name="sderf").sum(), tensors)
+    some = [t.detach().requires_grad_(i in subset) for i, t in enumerate(tensors)]
     attend(*some, name="sderf").sum().backward()
-    for i in range(3):
-        if i in subset:
-            torch.testing.assert_close(some[i].grad, full[i].grad, rtol=0, atol=0)
-        else:
-            assert some[i].grad is None
-
-
-@pytest.mark.parametrize("name", [name for name in POSITIVE if "@" not in name])
-@pytest.mark.parametrize("is_causal", [False, True], ids=["bidirectional", "causal"])
-def test_equal_keys_give_the_mean_of_the_values(name, is_causal):
-    query, key, value = (t.float() for t in inputs(24))
-    key = key[:, :, :1].expand(-1, -1, 24, -1)
-    count = torch.arange(1, 25)[:, None]
-    mean = value.cumsum(2) / count if is_causal else value.mean(2, keepdim=True).expand_as(value)
-    out = attend(query, key, value, name=name, is_causal=is_causal)
-    torch.testing.assert_close(out, mean.repeat_interleave(2, dim=1), rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.parametrize("name", [name for name in POSITIVE if name != "wderf@16"])  # which covers the sequence
-def test_converges_to_softmax_attention(name):
-    query, key, value = inputs(12, heads=2, key_heads=2, scale=0.7)
-    exact = scaled_dot_product_attention(query, key, value)
-    errors = []
-    for num_features in (16, 256, 4096, 65536):
-        out = attend(query, key, value, name=name, num_features=num_features)
-        errors.append(((out - exact).norm() / exact.norm()).item())
-    # The error of a mean over M features falls like 1/sqrt(M): by 4 each time, in expectation.
-    assert errors[3] < errors[1] / 4
-    assert errors[3] < 0.05
+    for i, expected in enumerate(full):
+        assert some[i].grad is None if i not in subset else torch.equal(some[i].grad, expected)
 
 
 @pytest.mark.parametrize("family", [features.PosRF, features.GERF, features.ADERF, features.SDERF])
@@ -258,13 +180,6 @@ def test_trigonometric_and_baseline_maps_are_their_formulas():
     torch.testing.assert_close(attend(query, key, value, name="elu"), expected, rtol=1e-10, atol=1e-10)
     scaled = favor.favor_attention(7 * query, key, value, features="relu")
     torch.testing.assert_close(scaled, favor.favor_attention(query, key, value, features="relu"))
-
-
-def test_non_contiguous_inputs():
-    tensors = inputs(30)
-    strided = [t.transpose(1, 2).contiguous().transpose(1, 2) for t in tensors]
-    assert not strided[0].is_contiguous()
-    torch.testing.assert_close(attend(*strided, name="sderf"), attend(*tensors, name="sderf"))
 
 
 def test_directions_depend_on_seed_layer_and_redraw():
@@ -303,33 +218,60 @@ def test_user_given_parameters():
     torch.testing.assert_close(out, attend(query, key, value, name="pos"))
 
 
-@pytest.mark.parametrize(
-    ("change", "error", "message"),
-    [
-        ({"query": torch.zeros(2, 4, 8)}, ValueError, r"query must be \[batch, heads, length, width\]"),
-        ({"query": torch.zeros(2, 4, 5, 8, dtype=torch.long)}, TypeError, "query must be a floating-point"),
-        ({"key": torch.zeros(2, 2, 5, 7)}, ValueError, "key must have the batch size 2 and width 8"),
-        ({"value": torch.zeros(2, 2, 6, 7)}, ValueError, "value must agree with key"),
-        ({"key": torch.zeros(2, 3, 5, 8), "value": torch.zeros(2, 3, 5, 8)}, ValueError, "multiple of the key heads"),
-        ({"key_padding_mask": torch.ones(2, 5)}, TypeError, "key_padding_mask must be boolean"),
-        ({"key_padding_mask": torch.ones(2, 4, dtype=torch.bool)}, ValueError, r"key_padding_mask must be \[2, 5\]"),
-        ({"query": torch.zeros(2, 4, 6, 8), "is_causal": True}, ValueError, "at least as many keys"),
-        ({"scale": -1.0}, ValueError, "scale must be positive"),
-        ({"features": "softmax"}, ValueError, "features must be one of"),
-        ({"features": 3}, TypeError, "RandomFeatures instance or Landmarks"),
-        ({"num_features": 0}, ValueError, "num_features must be a positive integer"),
-    ],
-)
+SIZES = {"query": (2, 4, 5, 8), "key": (2, 2, 5, 8), "value": (2, 2, 5, 8)}
+GIVEN = {"parameters": features.Parameters.identity(8, dtype=torch.float32, device="cpu")}
+ENDS = {"cu_seqlens_q": torch.tensor([0, 3, 5]), "cu_seqlens_k": torch.tensor([0, 2, 5])}
+ONE = {name: torch.zeros(1, *shape[1:]) for name, shape in SIZES.items()}
+ERRORS = [
+    ({"query": torch.zeros(2, 4, 8)}, ValueError, r"query must be \[batch, heads, length, width\]"),
+    ({"query": torch.zeros(2, 4, 5, 8, dtype=torch.long)}, TypeError, "query must be a floating-point"),
+    ({"key": torch.zeros(2, 2, 5, 7)}, ValueError, "key must have the batch size 2 and width 8"),
+    ({"value": torch.zeros(2, 2, 6, 7)}, ValueError, "value must agree with key"),
+    ({"key": torch.zeros(2, 3, 5, 8), "value": torch.zeros(2, 3, 5, 8)}, ValueError, "multiple of the key heads"),
+    ({"key_padding_mask": torch.ones(2, 5)}, TypeError, "key_padding_mask must be boolean"),
+    ({"key_padding_mask": torch.ones(2, 4, dtype=torch.bool)}, ValueError, r"key_padding_mask must be \[2, 5\]"),
+    ({"query": torch.zeros(2, 4, 6, 8), "is_causal": True}, ValueError, "at least as many keys"),
+    ({"scale": -1.0}, ValueError, "scale must be positive"),
+    ({"features": "softmax"}, ValueError, "features must be one of"),
+    ({"features": 3}, TypeError, "RandomFeatures instance or Landmarks"),
+    ({"num_features": 0}, ValueError, "num_features must be a positive integer"),
+    ({"packing": None}, TypeError, "unknown argument packing; its options are correction"),
+    ({"key_mask": None}, TypeError, "unknown argument key_mask"),
+    ({"key_heads": (2, 3)}, ValueError, "key_heads must be the number of the first of 2 key heads"),
+    (GIVEN | {"features": "relu"}, ValueError, "relu features have no parameters"),
+    (GIVEN | {"features": "landmark"}, ValueError, "landmark features have no parameters"),
+    ({"parameters": features.Parameters.identity(7, dtype=torch.float32, device="cpu")}, ValueError, r"got \(7, 7\)"),
+    ({"window": 4, "features": "relu"}, ValueError, "a window needs positive features"),
+    ({"window": 4, "features": features.SDERF(alpha=-0.5)}, ValueError, "a window needs .* of the softmax kernel"),
+    ({"window": 4, "query": torch.zeros(2, 4, 3, 8)}, ValueError, "got 3 queries and 5 keys; use window=0"),
+    (ONE | ENDS | {"window": 4}, ValueError, "packed queries and keys of the same lengths"),
+]
+
+
+@pytest.mark.parametrize(("change", "error", "message"), ERRORS)
 def test_errors_say_what_was_expected(change, error, message):
-    arguments = {
-        "query": torch.zeros(2, 4, 5, 8),
-        "key": torch.zeros(2, 2, 5, 8),
-        "value": torch.zeros(2, 2, 5, 8),
-        "features": "pos",
-        **change,
-    }
+    arguments = {name: torch.zeros(shape) for name, shape in SIZES.items()} | {"features": "pos"} | change
     with pytest.raises(error, match=message):
         favor.favor_attention(**arguments)
+
+
+def test_parameters_are_taken_in_the_type_of_the_inputs():
+    tensors = inputs(12)
+    for name in ("gerf", "pos"):
+        torch.testing.assert_close(attend(*tensors, name=name, **GIVEN), attend(*tensors, name="pos"))
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_nan_in_a_query_is_seen(padded):
+    """Also beside keys that are hidden, and in a block that is cut short."""
+    query, key, value = inputs(40)
+    query[0, 0, 3] = torch.nan
+    mask = torch.ones(2, 40, dtype=torch.bool)
+    mask[0, 35:] = False
+    for name in ("pos", "pos@16"):
+        out = attend(query, key, value, name=name, mask=mask if padded else None)
+        assert out[0, 0, 3].isnan().all()
+        assert out[1].isfinite().all()
 
 
 @pytest.mark.parametrize("name", FAMILIES)

@@ -1,4 +1,4 @@
-"""The estimate that stands beside exact weights in one normaliser is unbiased: numerator and denominator."""
+"""The biases of positive features: an unbiased numerator and denominator, and gradients written by hand."""
 
 import pytest
 import torch
@@ -6,10 +6,11 @@ import torch
 from favor import features
 from favor.attention.linear import key_bias, query_bias
 
+NAMES = ["pos", "gerf", "saderf", "aderf", "sderf", "cderf", "wderf"]
 SCALE, DRAWS, FEATURES = 0.4, 4000, 6
 
 
-@pytest.mark.parametrize("name", ["pos", "gerf", "saderf", "aderf", "sderf", "cderf", "wderf"])
+@pytest.mark.parametrize("name", NAMES)
 def test_numerator_and_denominator_are_unbiased(name):
     """Sums over the keys of exp(query_bias + q.uq + k.uk + offset + key_bias), alone and times values, over draws."""
     generator = torch.Generator().manual_seed(0)
@@ -20,7 +21,7 @@ def test_numerator_and_denominator_are_unbiased(name):
     params = family.fit(root * query.unflatten(1, (2, 2)).flatten(2, 3), root * key)
     hidden = torch.zeros(2, 1, 7, dtype=torch.bool)
     hidden[0, 0, 5:] = True
-    of_keys = key_bias(family, key, params, SCALE, hidden, None)  # [B, Hk, S]
+    of_keys = key_bias(family.alpha, key, params, SCALE, hidden, None)  # [B, Hk, S]
     of_queries = query_bias(query, params, 2, FEATURES, SCALE, None)  # [B, H, L]
     omega = family.draw(FEATURES, 4, generator=generator, batch_shape=(DRAWS, 1, 2))
     to_query, to_key, offset = family.directions(root * omega, params, root)
@@ -37,3 +38,23 @@ def test_numerator_and_denominator_are_unbiased(name):
         assert ((found.mean(0) - expected).abs() <= 5 * error).all()
         # A constant that is off by a quarter would be seen.
         assert (error.mean() < 0.05 * expected.abs().mean()).all()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_biases_by_finite_differences(name):
+    generator = torch.Generator().manual_seed(0)
+    query, key = (torch.randn(2, 2, 5, 4, dtype=torch.float64, generator=generator) for _ in range(2))
+    key = key @ torch.randn(4, 4, dtype=torch.float64, generator=generator)  # so that no map is symmetric by chance
+    family = features.get(name, alpha=-0.3)
+    params = family.fit(query, key)
+    hidden = torch.zeros(2, 1, 5, dtype=torch.bool)
+    hidden[0, 0, 3:] = True
+
+    def of_keys(rows):
+        return key_bias(family.alpha, rows, params, 0.4, hidden, None).masked_fill(hidden, 0.0)
+
+    def of_queries(rows):
+        return query_bias(rows, params, 2, 6, 0.4, None)
+
+    assert torch.autograd.gradcheck(of_keys, key.requires_grad_())
+    assert torch.autograd.gradcheck(of_queries, query.requires_grad_())

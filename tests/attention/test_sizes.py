@@ -51,22 +51,24 @@ def test_typing_mistakes_are_refused(size):
             favor.FavorConfig(**{size: wanted})
 
 
-@pytest.mark.parametrize("longest", [LENGTH, HUGE])
-def test_the_longest_packed_sequence_is_no_longer_than_the_batch(longest):
-    ends = torch.tensor([0, 20, LENGTH])
-    options = {"features": "pos", "cu_seqlens_q": ends, "cu_seqlens_k": ends, "num_features": 8}
-    query, key, value = (tensor[:1] for tensor in inputs(LENGTH))
-    given = {"max_seqlen_q": longest, "max_seqlen_k": longest}
-    out = favor.favor_attention(query, key, value, **options, **given)
-    torch.testing.assert_close(out, favor.favor_attention(query, key, value, **options))
-
-
 def test_sizes_elsewhere():
-    """Queries that parameters are made of, components of a factorization and of a sampler, the rank of a bound."""
-    with pytest.raises(ValueError, match="num_queries must be from 1 to 16384"):
-        favor.features.WDERF(num_queries=10**9)
+    """Components of a factorization, and the rank of a bound."""
     with pytest.raises(ValueError, match="n_components must be at most 6 for X"):
         KLNMF(n_components=10**9).fit(np.ones((6, 3)))
     theta, features = torch.zeros(4).double(), torch.randn(2, 3, 4).double()
     whole, more = (low_rank_bound(theta, features, rank=rank).curvature.dense() for rank in (4, 10**9))
     torch.testing.assert_close(more, whole)
+
+
+def test_the_state_of_features_does_not_grow():
+    state, sizes = StreamState(), []
+    generator = torch.Generator().manual_seed(0)
+    mask = torch.arange(20) >= torch.tensor([0, 3, 19, 11]).unsqueeze(1)
+    for length in [20, *[1] * 60]:
+        tensors, given = torch.randn(3, 4, 4, length, 8, generator=generator), mask if length > 1 else None
+        options = {"features": "pos", "window": 7, "num_features": 6, "key_padding_mask": given}
+        favor.favor_attention(*tensors, is_causal=True, state=state, **options)
+        assert not state.block or state.block[1].shape[2] < 7
+        sizes.append(state.nbytes)
+    assert max(sizes[30:]) == max(sizes)
+    assert max(sizes[30:]) <= 2 * min(sizes[30:])

@@ -60,12 +60,11 @@ def test_grad_and_gradients_of_single_samples(features, options, masked):
     torch.testing.assert_close(alone, wanted, rtol=1e-6, atol=1e-8)
 
 
-@pytest.mark.parametrize("features", POSITIVE)
-def test_vjp_and_jacrev(features):
+def test_vjp_and_jacrev():
     inputs = tensors((1, 2), (1, 2), (1, 2))
 
     def attend(*args):
-        return favor.favor_attention(*args, features=features, num_features=8)[0, 0, 3]
+        return favor.favor_attention(*args, features="wderf", num_features=8)[0, 0, 3]
 
     leaves = [tensor.clone().requires_grad_() for tensor in inputs]
     rows = [torch.autograd.grad(number, leaves, retain_graph=True) for number in attend(*leaves)]
@@ -101,20 +100,3 @@ def test_second_derivatives_are_refused():
 
     with pytest.raises(NotImplementedError, match="first derivatives only"):
         torch.func.grad(total)(query)
-
-
-def test_models_by_functional_call():
-    transformers = pytest.importorskip("transformers")
-    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
-    model = transformers.BertModel(transformers.BertConfig(**sizes, vocab_size=50)).eval()
-    favor.configure(model, "favor+", num_features=8, exact_below=0)
-    ids, parameters = torch.randint(0, 50, (3, 12)), dict(model.named_parameters())
-
-    def total(parameters, ids):
-        return torch.func.functional_call(model, parameters, (ids[None],)).last_hidden_state.square().sum()
-
-    name = "encoder.layer.0.attention.self.query.weight"
-    alone = torch.func.vmap(torch.func.grad(total), in_dims=(None, 0))(parameters, ids)[name]
-    for own, one in zip(alone, ids, strict=True):
-        (wanted,) = torch.autograd.grad(total(parameters, one), [parameters[name]])
-        torch.testing.assert_close(own, wanted, rtol=1e-4, atol=1e-5)

@@ -72,7 +72,6 @@ class Architecture:
     config: Callable[[], hf.PretrainedConfig]
     inputs: Callable[[bool], dict[str, torch.Tensor]] = tokens
     can_pad: bool = True
-    position_ids: str = "from 0"  # what tells the model where the tokens of a row padded on the left are
 
     def build(self, attn_implementation: str = "sdpa", **options: object) -> hf.PreTrainedModel:
         config = self.config()
@@ -94,12 +93,11 @@ class Architecture:
 
 ARCHITECTURES = [
     Architecture("bert", hf.BertModel, lambda: hf.BertConfig(**COMMON)),
-    Architecture("roberta", hf.RobertaModel, lambda: hf.RobertaConfig(**COMMON), position_ids="from 1"),
+    Architecture("roberta", hf.RobertaModel, lambda: hf.RobertaConfig(**COMMON)),
     Architecture(
         "distilbert",
         hf.DistilBertModel,
         lambda: hf.DistilBertConfig(**DISTIL, vocab_size=40, max_position_embeddings=64),
-        position_ids="not taken",
     ),
     Architecture("electra", hf.ElectraModel, lambda: hf.ElectraConfig(**COMMON, embedding_size=16)),
     Architecture(
@@ -148,7 +146,6 @@ ARCHITECTURES = [
         "esm",
         hf.EsmModel,
         lambda: hf.EsmConfig(**COMMON, mask_token_id=3, position_embedding_type="rotary", token_dropout=False),
-        position_ids="not taken",
     ),
     Architecture("dinov2", hf.Dinov2Model, lambda: hf.Dinov2Config(**IMAGE), pixels, can_pad=False),
     Architecture("gpt-neox", hf.GPTNeoXModel, lambda: hf.GPTNeoXConfig(**COMMON)),

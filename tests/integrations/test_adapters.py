@@ -43,15 +43,6 @@ def test_an_adapter_takes_up_the_backend_it_was_trained_with(base, tmp_path, cap
     assert favor.describe(again) == favor.describe(adapted)
 
 
-def test_an_adapter_of_an_exact_model_changes_nothing(base, tmp_path):
-    peft = pytest.importorskip("peft")
-    config = peft.LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"])
-    peft.get_peft_model(hf.AutoModelForCausalLM.from_pretrained(base), config).save_pretrained(tmp_path / "adapter")
-    assert not (tmp_path / "adapter" / "favor.json").exists()
-    again = peft.AutoPeftModelForCausalLM.from_pretrained(tmp_path / "adapter")
-    assert {layer.runs for layer in favor.describe(again).layers} == {"exact"}
-
-
 def test_a_damaged_note_beside_an_adapter_is_refused(base, tmp_path):
     peft = pytest.importorskip("peft")
     config = peft.LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"])
@@ -67,6 +58,13 @@ def test_adapters_of_other_modules_and_other_folders_are_left_alone(base, tmp_pa
     peft = pytest.importorskip("peft")
     plain = peft.get_peft_model(torch.nn.Sequential(torch.nn.Linear(2, 2)), peft.LoraConfig(target_modules=["0"]))
     plain.save_pretrained(tmp_path / "plain")
+    exact = peft.get_peft_model(
+        hf.AutoModelForCausalLM.from_pretrained(base), peft.LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"])
+    )
+    exact.save_pretrained(tmp_path / "exact")
+    assert not (tmp_path / "exact" / "favor.json").exists()
+    again = peft.AutoPeftModelForCausalLM.from_pretrained(tmp_path / "exact")
+    assert {layer.runs for layer in favor.describe(again).layers} == {"exact"}
     model = hf.AutoModelForCausalLM.from_pretrained(base, attn_implementation="landmark")
     adapted = peft.get_peft_model(model, peft.LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"]))
     adapted.save_pretrained(tmp_path / "run" / "earlier")

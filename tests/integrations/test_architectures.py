@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from architectures import ARCHITECTURES, tokens
+from architectures import ARCHITECTURES
 from pairwise import pairs
 
 
@@ -81,56 +81,3 @@ def test_what_is_exact_in_every_layer(architecture, padded, how):
     )
     assert distance(found[0], exact[0]) < (0.1 if estimated else 1e-5)
     assert distance(found[1], exact[1]) < (0.3 if estimated else 1e-4)
-
-
-TOKEN_MODELS = [a for a in ARCHITECTURES if a.inputs is tokens]
-BACKENDS = [
-    "favor+",
-    "favor++",
-    "favor#",
-    "favor#@4",
-    "landmark",
-    "landmark@4",
-    "favor_relu",
-    "favor_elu",
-]
-
-
-@pytest.mark.parametrize(
-    *pairs(architecture=TOKEN_MODELS, side=("left", "right"), backend=BACKENDS),
-    ids=lambda value: getattr(value, "name", None),
-)
-def test_padding_changes_neither_outputs_nor_gradients(architecture, side, backend):
-    if architecture.position_ids == "not taken":
-        # Such a model gives tokens after left padding other positions, whatever the attention.
-        side = "right"
-    backend, _, size = backend.partition("@")
-    real, total = 19, 26
-    ids = torch.randint(4, 40, (1, real), generator=torch.Generator().manual_seed(3))
-    start = total - real if side == "left" else 0
-    padded_ids = torch.randint(4, 40, (3, total), generator=torch.Generator().manual_seed(4))
-    padded_ids[1, start : start + real] = ids
-    mask = torch.zeros(3, total, dtype=torch.long)
-    mask[0], mask[1, start : start + real] = 1, 1  # the third row is padding only
-    positions = (mask.cumsum(-1) - 1).clamp(min=0)
-
-    options = {"num_features": 30, "window": int(size or 0)}
-    if backend == "landmark":
-        options = {"num_features": 6, "selected_keys": int(size or 0)}
-    model = architecture.build(backend, **options, exact_below=0)
-    weight = torch.randn(real, 32, generator=torch.Generator().manual_seed(5))
-    results = []
-    for inputs, rows in (
-        ({"input_ids": ids}, lambda out: out[0]),
-        ({"input_ids": padded_ids, "attention_mask": mask}, lambda out: out[1, start : start + real]),
-    ):
-        if side == "left":
-            where = positions if "attention_mask" in inputs else torch.arange(real)[None]
-            inputs = {**inputs, "position_ids": where + int(architecture.position_ids[-1])}
-        model.zero_grad()
-        out = rows(model(**inputs).last_hidden_state)
-        (out * weight).sum().backward()
-        gradient = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
-        results.append((out.detach(), gradient))
-    torch.testing.assert_close(results[1][0], results[0][0], rtol=1e-5, atol=1e-5)
-    assert distance(results[1][1], results[0][1]) < 1e-5

@@ -14,7 +14,7 @@ from transformers import BertConfig, BertModel, LlamaConfig, LlamaModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import favor
-from favor.integrations.engines import Share
+from favor.integrations.exact import Share
 from tests.processes import run_two
 
 SIZES = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 8, "intermediate_size": 16}

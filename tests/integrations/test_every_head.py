@@ -48,17 +48,9 @@ def t5():
     return hf.T5Config(d_model=16, num_layers=1, num_heads=2, d_kv=8, d_ff=16, decoder_start_token_id=0)
 
 
-def marian():
-    sides = {f"{side}_{what}": 2 for side in ("encoder", "decoder") for what in ("layers", "attention_heads")}
-    widths = {"d_model": 16, "encoder_ffn_dim": 16, "decoder_ffn_dim": 16, "max_position_embeddings": 64}
-    ends = {"pad_token_id": 0, "eos_token_id": 3, "forced_eos_token_id": 3, "decoder_start_token_id": 0}
-    return hf.MarianConfig(**sides, **widths, **ends)
-
-
 READ = [
     *((BY_NAME[name].config, named(name, kind)) for name, kinds in TEXT.items() for kind in kinds),
     (BY_NAME["gpt2"].config, hf.GPT2DoubleHeadsModel),
-    (marian, hf.MarianMTModel),
     (performer_bert, bert.PerformerBertForSequenceClassification),
     (performer_bert, bert.PerformerBertForMaskedLM),
 ]
@@ -110,8 +102,7 @@ def test_models_that_read_are_reported_calibrated_checked_and_converted(config, 
     assert found["measure"].startswith(scores.get(kind.__name__, "cosine"))
     body = tokens(False)["input_ids"] % WORDS
     # Tensors of tokens are for the part below the head, which may want choices or an end of the text.
-    reads = {"input_ids": body, "decoder_input_ids": body} if kind is hf.MarianMTModel else body
-    favor.calibrate(model, [reads], num_features=8, exact_below=0)
+    favor.calibrate(model, [body], num_features=8, exact_below=0)
     assert {layer.parameters for layer in favor.describe(model, 64).layers} & {"calibrated"}
     assert check.main([folder]) == 0
     assert convert.main([folder, str(tmp_path / "out"), "--attn_implementation", "landmark"]) == 0
@@ -136,17 +127,6 @@ def test_models_that_do_not_read_are_refused_before_anything_is_measured(
     else:
         with pytest.raises(ValueError, match=r"no layer of T5.* would be linear"):
             convert.main([folder, str(tmp_path / "out")])
-
-
-def test_a_head_does_not_change_what_is_measured(bert_folder, tmp_path):
-    """Multiple choice takes tokens of another shape than its body."""
-    body = whole.load(str(bert_folder), torch.device("cpu"))[1]
-    head = hf.BertForMultipleChoice.from_pretrained(bert_folder)
-    head.save_pretrained(tmp_path)
-    AutoTokenizer.from_pretrained(bert_folder).save_pretrained(tmp_path)
-    ids = tokens(False)["input_ids"] % WORDS
-    own = whole.load(str(tmp_path), torch.device("cpu"))[1]
-    torch.testing.assert_close(whole.outputs(own, ids, None, 0), whole.outputs(body, ids, None, 0))
 
 
 def test_a_masked_language_model_needs_a_mask_token(bert_folder):

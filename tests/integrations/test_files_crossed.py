@@ -10,8 +10,8 @@ from transformers import BertConfig, BertModel
 
 import favor
 
-MOST = 14
-MOST_WITH_WINDOW = 19
+MOST = 12
+MOST_WITH_WINDOW = 15
 MOST_OF_INTEGRATIONS = 3
 
 

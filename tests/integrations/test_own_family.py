@@ -77,23 +77,6 @@ def test_a_family_without_backends_of_its_own_gets_one_and_leaves_those_of_its_b
             favor.FavorConfig(features="mine")
 
 
-def test_directions_of_a_family_that_draws_in_its_own_way_are_drawn_once():
-    drawn = []
-
-    class Drawing(OppositePairs):
-        name = "drawing"
-
-        def draw(self, *args, **options):
-            drawn.append(args)
-            return super().draw(*args, **options)
-
-    with registered(Drawing):
-        model = BERT.build("favor_drawing", **OPTIONS)
-        for _ in range(3):
-            run(model)
-    assert len(drawn) == model.config.num_hidden_layers
-
-
 def test_names_cannot_be_taken_twice():
     class Another(OppositePairs):
         name = "pos"

@@ -43,13 +43,3 @@ def test_packed_batches_with_padding_are_refused():
     mask[:, -3:] = 0
     with pytest.raises(ValueError, match="do not pass attention_mask"):
         model(**flattened(return_flash_attn_kwargs=True), attention_mask=mask)
-
-
-def test_prefixes_and_blocks_are_still_refused():
-    model = LLAMA.build("favor+", exact_below=0)
-    hidden, positions = torch.zeros(1, 8, 32), torch.arange(8)[None]
-    with pytest.raises(ValueError, match="adds a prefix or blocks"):
-        hf.masking_utils.create_causal_mask(
-            model.config, hidden, None, past_key_values=None, position_ids=positions,
-            or_mask_function=lambda b, h, q, k: k < 3,
-        )  # fmt: skip

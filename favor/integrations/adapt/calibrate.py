@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -12,9 +12,8 @@ from transformers import PreTrainedModel
 from favor import features as families
 from favor.config import FavorConfig, feature_family
 from favor.features import Moments, Parameters, PositiveFeatures
-from favor.integrations.adapt.feature_weights import fit_weights
+from favor.integrations.adapt.feature_weights import Samples, fit_weights
 from favor.integrations.adapt.observe import Observation, observe_batches
-from favor.integrations.adapt.samples import Samples
 from favor.integrations.backend import model_options
 from favor.integrations.configure import configure
 from favor.integrations.layer import attention_modules, stored_choice
@@ -24,11 +23,7 @@ REFINE_STEPS = 300
 
 
 class Statistics:
-    """Moments of queries and keys of every attention layer and head, over any number of batches.
-
-    Args:
-        features: the family whose `moments` are taken.
-    """
+    """Moments, as the family takes them, of queries and keys of every layer and head, over any number of batches."""
 
     def __init__(self, features: PositiveFeatures) -> None:
         self.features = features
@@ -37,26 +32,24 @@ class Statistics:
 
     def __call__(self, seen: Observation) -> None:
         """Adds one call of a layer; each sequence counts by its number of tokens."""
-        batch, key_heads = seen.key.shape[:2]
+        batch, key_heads, length = *seen.key.shape[:2], seen.query.shape[2]
         groups = seen.query.shape[1] // key_heads
         # One set of moments for each sequence and query head, [B, Hk, G, ...]; the heads of a group are pooled.
-        x, y = seen.query.unflatten(1, (key_heads, groups)), seen.key.unsqueeze(2)
+        x, y = seen.query.unflatten(1, (key_heads, groups)), seen.key.unsqueeze(2).expand(-1, -1, groups, -1, -1)
         masks = [
             None if mask is None else mask[:, None, None].expand(-1, key_heads, groups, -1)
             for mask in (seen.query_padding, seen.padding)
         ]
-        y = y.expand(-1, -1, groups, -1, -1)
         moments = self.features.moments(x, y, *masks, scale=seen.scale, is_causal=seen.is_causal)
         flat = Moments(*(t.transpose(1, 2).flatten(0, 1).double().cpu() for t in moments.tensors()))
-        count = torch.full((batch,), x.shape[3]) if seen.padding is None else seen.padding.sum(-1).cpu()
-        pooled = Moments.pooled(flat, count.repeat_interleave(groups))
-        self.longest = max(self.longest, x.shape[3])
-        number, total = seen.layer, float(count.sum())
-        if number in self.layers:
-            before, weight = self.layers[number]
+        count = torch.full((batch,), length) if seen.padding is None else seen.padding.sum(-1).cpu()
+        pooled, total = Moments.pooled(flat, count.repeat_interleave(groups)), float(count.sum())
+        self.longest = max(self.longest, length)
+        if seen.layer in self.layers:
+            before, weight = self.layers[seen.layer]
             both = Moments(*(torch.stack(pair) for pair in zip(before.tensors(), pooled.tensors(), strict=True)))
             pooled, total = Moments.pooled(both, torch.tensor([weight, total])), weight + total
-        self.layers[number] = (pooled, total)
+        self.layers[seen.layer] = (pooled, total)
 
     def parameters(self) -> dict[int, Parameters]:
         """Fits the parameters of every layer in closed form, `[Hk, d, d]`."""
@@ -66,37 +59,6 @@ class Statistics:
         """Gives the mean log(1 + Var / K^2) of every layer and head `[Hk]`; below log M, M features suffice."""
         parameters = self.parameters()
         return {number: parameters[number].rho(moments) for number, (moments, _) in sorted(self.layers.items())}
-
-
-def gather(
-    model: PreTrainedModel,
-    dataloader: Iterable[Any],
-    *,
-    features: PositiveFeatures,
-    max_batches: int | None = None,
-    also: Callable[[Observation], None] | None = None,
-) -> Statistics:
-    """Runs a model with exact attention over data and gathers `Statistics`.
-
-    Args:
-        model: any transformers model; the training mode of each module is restored afterwards.
-        dataloader: batches as for `favor.calibrate`.
-        features: the family whose statistics are wanted.
-        max_batches: number of batches after which to stop; None (default) takes all.
-        also: a further function to call with every observation.
-
-    Raises:
-        ValueError: if there is no batch, or no attention layer ran.
-    """
-    statistics = Statistics(features)
-
-    def callback(seen: Observation) -> None:
-        statistics(seen)
-        if also is not None:
-            also(seen)
-
-    observe_batches(model, dataloader, callback, max_batches)
-    return statistics
 
 
 def calibrate(
@@ -163,14 +125,13 @@ def calibrate(
         steps = (REFINE_STEPS if family.learns_matrices else 0) if refine_steps is None else refine_steps
         samples, modules = Samples(config.window), attention_modules(model)
         drop_own(model, modules, options)  # before the weights are learned for what is exact
-        statistics = gather(model, dataloader, features=family, max_batches=max_batches, also=samples)
+        statistics = Statistics(family)
+        observe_batches(model, dataloader, (statistics, samples), max_batches)
         fits, keys, device = {}, {}, next(model.parameters()).device
         for number, parameters in statistics.parameters().items():
             own = stored_choice(modules[number])
-            heads = own.get("exact_heads", ())
-            fits[number] = fit_weights(
-                family, parameters, samples.layers[number], config, number, steps, exact_heads=heads, device=device
-            )
+            place = {"exact_heads": own.get("exact_heads", ()), "device": device}
+            fits[number] = fit_weights(family, parameters, samples.layers[number], config, number, steps, **place)
             keys[number] = weights_of(own, config.window, config, number)
         store_parameters(model, fits, name, weights=keys)
     return configure(model, attn_implementation, **{**options, "statistics": "calibrated"})
@@ -182,21 +143,14 @@ def _weighted_family(
     """Makes the family whose features get weights, after all that forbids them is ruled out."""
     family = _family(name, arguments)
     if not family.takes_parameters:
-        raise ValueError(
-            f"{name} features take no weights, which only positive ones have; use favor+, favor++ or favor#."
-        )
+        raise ValueError(f"{name} features take no weights, as positive ones do; use favor+, favor++ or favor#.")
     if config.redraw_interval:
-        raise ValueError(
-            "feature weights belong to the directions they were learned for, which "
-            f"redraw_interval={config.redraw_interval} would change; set redraw_interval=0."
-        )
+        interval = f"redraw_interval={config.redraw_interval}"
+        raise ValueError(f"weights belong to their directions, which {interval} would change; set redraw_interval=0.")
     allowed = refine_steps is None or (isinstance(refine_steps, int) and refine_steps >= 0)
     if not allowed or (refine_steps and not family.learns_matrices):
-        learning = " and ".join(sorted(one.name for one in families.REGISTRY.values() if one.learns_matrices))
-        raise ValueError(
-            f"refine_steps must be 0 for {name} features, or an integer of at least 0 for {learning}; got "
-            f"{refine_steps!r}."
-        )
+        known = " and ".join(sorted(one.name for one in families.REGISTRY.values() if one.learns_matrices))
+        raise ValueError(f"refine_steps must be 0 for {name} features, at least 0 for {known}; got {refine_steps!r}.")
     return family
 
 
@@ -212,19 +166,12 @@ def fit_to_data(
     store: bool,
     max_batches: int | None,
 ) -> Statistics:
-    """Gathers the statistics of a family and, with `store`, puts its parameters into the model.
-
-    Args:
-        name, arguments: registry name of the family and its options.
-        model, dataloader, max_batches: as for `calibrate`.
-    """
+    """Gathers the statistics of a family, by name and options; with `store`, puts its parameters into the model."""
     family = _family(name, arguments)
     if not family.needs_statistics:
-        raise ValueError(
-            f"{name} features have no parameters to fit to data; use favor# with features wderf or cderf, favor++, or "
-            "favor+ with feature_weights=True."
-        )
-    statistics = gather(model, dataloader, features=family, max_batches=max_batches)
+        raise ValueError(f"{name} features have no parameters to fit; use favor#, favor++, or feature_weights=True.")
+    statistics = Statistics(family)
+    observe_batches(model, dataloader, (statistics,), max_batches)
     if store:
         store_parameters(model, statistics.parameters(), name)
     return statistics

@@ -3,24 +3,30 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+from typing import Any, NamedTuple
 
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from favor.attention import favor_attention
 from favor.config import FavorConfig, feature_family
 from favor.features import REGISTRY, get
 from favor.integrations.adapt.calibrate import fit_to_data
-from favor.integrations.adapt.costs import Costs
-from favor.integrations.adapt.landmark_choice import choose_landmarks
+from favor.integrations.adapt.observe import Observation, observe_batches, relative_error
 from favor.integrations.backend import model_options
 from favor.integrations.configure import configure
-from favor.integrations.layer import decodes_or_is_causal
+from favor.integrations.layer import decodes, decodes_or_is_causal
 from favor.integrations.stored import clear_choices, update_choices
+from favor.landmark.causal import SECTION
+from favor.registry import Family
 
 WIDENINGS = (2, 4)  # windows that a layer may take instead of the common one, as multiples
 NARROWEST = 64
+# What is tried for the options of landmarks that are not fixed.
+VALUES = {"num_features": (64, 128, 256), "selected_keys": (0, 128, 256, 512, 1024)}
 
 
 def convert(
@@ -83,65 +89,85 @@ def convert(
     config = FavorConfig.from_dict({**model_options(model.config).to_dict(), **options})
     if config.statistics == "corrected":
         raise ValueError('only favor.train.distill makes statistics="corrected"; convert with "batch" or "calibrated".')
-    if layers == "all" and config.statistics == "batch":
-        clear_choices(model)
-        return configure(model, attn_implementation, **options)
-    if dataloader is None:
-        raise ValueError('layers="auto" and statistics="calibrated" need data: pass a dataloader.')
-    name, arguments = feature_family(attn_implementation, config, options)
     entries: dict[int, dict[str, Any]] = {}
-    if layers == "auto" and REGISTRY[name].selects_keys:
-        fixed = [option for option, value in options.items() if value is not None]
-        entries = choose_landmarks(
-            model, dataloader, get(name), config, fixed, budget=flop_budget, length=length, max_batches=max_batches
-        )
-        clear_choices(model)
-        configure(model, attn_implementation, **options)
-        update_choices(model, entries)
-        return model
-    if not REGISTRY[name].takes_parameters:
-        raise ValueError(
-            f'layers="auto" needs the variance of positive features, or landmarks, and {name} has neither; use "all".'
-        )
-    if layers == "auto" and config.statistics == "batch" and any(map(decodes_or_is_causal, model.modules())):
-        raise ValueError(
-            'layers="auto" of a decoder needs statistics="calibrated": causal layers fit no parameters themselves.'
-        )
+    if layers == "auto" or config.statistics == "calibrated":
+        if dataloader is None:
+            raise ValueError('layers="auto" and statistics="calibrated" need data: pass a dataloader.')
+        name, arguments = feature_family(attn_implementation, config, options)
+        _check_automatic(model, layers, name, config)
+        if layers == "auto" and REGISTRY[name].selects_keys:
+            measured = LayerErrors(get(name), config, [option for option, own in options.items() if own is not None])
+            observe_batches(model, dataloader, (measured,), max_batches)
+            entries = measured.choices(flop_budget, length)
+        else:
+            statistics = fit_to_data(model, dataloader, name, arguments, config.statistics == "calibrated", max_batches)
+            head_dim = {number: own.head_dim for number, (own, _) in statistics.layers.items()}
+            costs = Costs(length or statistics.longest, config.num_features, config.window, head_dim)
+            entries = allocate(statistics.rho(), costs, flop_budget) if layers == "auto" else {}
     clear_choices(model)
-    statistics = fit_to_data(model, dataloader, name, arguments, config.statistics == "calibrated", max_batches)
-    if layers == "auto":
-        rho = statistics.rho()
-        head_dim = {number: own.head_dim for number, (own, _) in statistics.layers.items()}
-        costs = Costs(length or statistics.longest, config.num_features, config.window, head_dim)
-        entries = allocate(rho, costs, flop_budget)
     configure(model, attn_implementation, **options)
     update_choices(model, entries)
     return model
 
 
+def _check_automatic(model: PreTrainedModel, layers: str, name: str, config: FavorConfig) -> None:
+    """Raises a ValueError if nothing says which layers a family estimates well."""
+    if layers == "auto" and REGISTRY[name].selects_keys:
+        return
+    if not REGISTRY[name].takes_parameters:
+        raise ValueError(f'layers="auto" needs positive features or landmarks, and {name} has neither; use "all".')
+    if layers == "auto" and config.statistics == "batch" and any(map(decodes_or_is_causal, model.modules())):
+        raise ValueError('layers="auto" of a decoder needs statistics="calibrated": causal layers fit none.')
+
+
+@dataclass
+class Costs:
+    """Operations of one head over L tokens, forward, without the search for selected keys and without statistics.
+
+    M and the window are those of the layers that choose none; `per_feature` is per token, feature and number of a head.
+    """
+
+    length: int
+    num_features: int
+    window: int
+    head_dim: Mapping[int, int]
+    per_feature: int = Family.operations
+
+    def exact(self, layer: int) -> int:
+        """Counts 4 L^2 d operations."""
+        return 4 * self.length**2 * self.head_dim[layer]
+
+    def linear(self, layer: int, window: int, num_features: int | None = None, selected_keys: int = 0) -> int:
+        """Counts 8 L M d operations for features (4 for means), and 4 L d for each key of a block or selected."""
+        number = self.num_features if num_features is None else num_features
+        exact_keys = min(window, self.length) + min(selected_keys, self.length)
+        return self.length * self.head_dim[layer] * (self.per_feature * number + 4 * exact_keys)
+
+    def check(self, budget: float, least: float, whole: float) -> None:
+        """Raises a ValueError if a fraction of `whole`, the cost of exact attention, is below the `least` choice."""
+        if least > budget * whole:
+            raise ValueError(
+                f"flop_budget={budget} is less than the estimate alone costs at {self.length} tokens, "
+                f"{least / whole:.2f} times the cost of exact attention. Raise it, or take fewer features, a shorter "
+                "window or longer sequences."
+            )
+
+
 def allocate(rho: Mapping[int, Tensor], costs: Costs, budget: float) -> dict[int, dict[str, Any]]:
-    """Chooses the heads that stay exact, and wider windows, for `config.favor_layers`.
+    """Chooses the heads that stay exact, and wider windows: an entry of `config.favor_layers` for every layer.
 
     Args:
         rho: diagnostic of every layer and key head, `[Hk]`.
         costs: of both kinds of attention.
         budget: fraction of the operations of exact attention in all heads.
-
-    Returns:
-        an entry for every layer.
-
-    Raises:
-        ValueError: if the estimate alone costs more than the budget.
     """
     whole = sum(costs.exact(layer) * len(own) for layer, own in rho.items())
     limit, spent = budget * whole, sum(costs.linear(layer, costs.window) * len(own) for layer, own in rho.items())
     costs.check(budget, spent, whole)
     exact: dict[int, list[int]] = {layer: [] for layer in rho}
-    hopeless = sorted(
-        ((value, layer, head) for layer, own in rho.items() for head, value in enumerate(own.tolist())), reverse=True
-    )
+    heads = ((value, layer, head) for layer, own in rho.items() for head, value in enumerate(own.tolist()))
     left = []
-    for value, layer, head in hopeless:
+    for value, layer, head in sorted(heads, reverse=True):  # the worst first
         if value <= math.log(costs.num_features):
             break
         extra = costs.exact(layer) - costs.linear(layer, costs.window)
@@ -166,3 +192,113 @@ def allocate(rho: Mapping[int, Tensor], costs: Costs, budget: float) -> dict[int
         layer: {"exact_heads": sorted(exact[layer]), "key_heads": len(heads), **own.get(layer, {})}
         for layer, heads in rho.items()
     }
+
+
+class Setting(NamedTuple):
+    """Options of a layer of landmarks; the names are those of `FavorConfig`."""
+
+    num_features: int
+    selected_keys: int
+
+
+class _Shape(NamedTuple):
+    """Sizes of a layer; `block` is how many tokens see each other exactly, 0 in layers of encoders."""
+
+    heads: int
+    key_heads: int
+    head_dim: int
+    block: int
+
+
+class LayerErrors:
+    """Measures the relative error of landmarks in every layer, as a callback of `observe_batches`, and chooses by it.
+
+    Options that are `fixed` have the values of the config in all layers. `errors` holds, by layer and setting, the sum
+    over heads for each sequence. The setting None is exact attention; causal layers do not have it, since no state
+    holds it.
+    """
+
+    def __init__(self, family: Family, config: FavorConfig, fixed: Collection[str]) -> None:
+        self.family, self.config, self.fixed, self.longest = family, config, fixed, 0
+        values = [(getattr(config, name),) if name in fixed else VALUES[name] for name in Setting._fields]
+        self.settings = [Setting(*each) for each in product(*values)]
+        self.errors: dict[int, dict[Setting | None, list[float]]] = {}
+        self.shapes: dict[int, _Shape] = {}
+
+    def __call__(self, seen: Observation) -> None:
+        """Adds the errors of one call of a layer."""
+        errors = self.errors.setdefault(seen.layer, {} if seen.is_causal else {None: [0.0]})
+        sizes = (seen.query.shape[1], seen.key.shape[1], seen.key.shape[3])
+        self.shapes[seen.layer] = _Shape(*sizes, SECTION if seen.is_causal else 0)
+        self.longest = max(self.longest, seen.key.shape[2])
+        settings: Sequence[Setting] = self.settings
+        if seen.is_causal:  # such a layer does not read the number of means
+            number = settings[0].num_features
+            settings = list(dict.fromkeys(setting._replace(num_features=number) for setting in settings))
+        options: Any = {"features": self.family, "kernel": self.config.kernel, "scale": seen.scale}
+        options |= {"key_padding_mask": seen.padding, "is_causal": seen.is_causal}
+        options["use_statistics"] = not decodes(seen.module)
+        for setting in settings:
+            out = favor_attention(seen.query, seen.key, seen.value, **options, **setting._asdict())
+            errors.setdefault(setting, []).extend(relative_error(out, seen).sum(1).tolist())
+
+    def means(self) -> dict[int, dict[Setting | None, float]]:
+        """Gives the mean error over sequences, summed over the heads, by layer and setting."""
+        return {
+            layer: {setting: sum(rows) / len(rows) for setting, rows in own.items()}
+            for layer, own in sorted(self.errors.items())
+        }
+
+    def choices(self, budget: float, length: int | None) -> dict[int, dict[str, Any]]:
+        """Chooses a setting for each layer: an entry of `config.favor_layers` for every layer.
+
+        Args:
+            budget: fraction of the operations of exact attention in all layers.
+            length: tokens at which operations are counted; None for those of the longest sequence.
+        """
+        means, dims = self.means(), {layer: shape.head_dim for layer, shape in self.shapes.items()}
+        costs = Costs(length or self.longest, 0, 0, dims, self.family.operations)
+
+        def operations(layer: int, setting: Setting | None) -> int:
+            heads, block = self.shapes[layer].heads, self.shapes[layer].block
+            if setting is None:
+                return heads * costs.exact(layer)
+            return heads * costs.linear(layer, block, 0 if block else setting.num_features, setting.selected_keys)
+
+        spent = {layer: {setting: operations(layer, setting) for setting in own} for layer, own in means.items()}
+        whole = sum(operations(layer, None) for layer in means)
+        costs.check(budget, sum(min(own.values()) for own in spent.values()), whole)
+        entries: dict[int, dict[str, Any]] = {}
+        for layer, setting in cheapest_error(means, spent, budget * whole).items():
+            number = self.shapes[layer].key_heads
+            entries[layer] = {"exact_heads": list(range(number)), "key_heads": number}
+            if setting is not None:
+                entries[layer] = {name: value for name, value in setting._asdict().items() if name not in self.fixed}
+        return entries
+
+
+def cheapest_error(
+    errors: Mapping[int, Mapping[Setting | None, float]],
+    operations: Mapping[int, Mapping[Setting | None, int]],
+    limit: float,
+) -> dict[int, Setting | None]:
+    """Chooses a setting for each layer, so that the sum of errors is the smallest that a number of operations allows.
+
+    Layer by layer, the sums that no cheaper sum beats are kept: with them the choice is exact. Operations are whole
+    numbers, so that equal sums are equal.
+    """
+    front: list[tuple[int, float, Any]] = [(0, 0.0, None)]
+    for layer, own in errors.items():
+        longer = [
+            (spent + operations[layer][setting], error + more, (setting, chosen))
+            for spent, error, chosen in front
+            for setting, more in own.items()
+        ]
+        front = []
+        for state in sorted(longer, key=lambda state: state[:2]):
+            if state[0] <= limit and (not front or state[1] < front[-1][1]):
+                front.append(state)
+    chosen, choice = front[-1][2], {}
+    for layer in reversed(list(errors)):
+        choice[layer], chosen = chosen
+    return choice

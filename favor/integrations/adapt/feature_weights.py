@@ -9,6 +9,8 @@ component. For the dense families G, L and b are learned too, by gradient steps 
 from __future__ import annotations
 
 import math
+import random
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -19,13 +21,103 @@ from favor.attention.directions import Draw, directions
 from favor.config import FavorConfig
 from favor.decomposition.mixture import fit_proportions
 from favor.features import Parameters, PositiveFeatures
-from favor.integrations.adapt.samples import Sample
+from favor.integrations.adapt.observe import Observation
+from favor.integrations.layer import stored_choice
 
+SEQUENCES, ROWS = 16, 128  # of a layer, and queries of a sequence, at most
 SHIFT = 0.05
 ROUNDS, ITERATIONS = 3, 20  # of z and, for given z, of the mixture
 STEPS_BETWEEN, ITERATIONS_BETWEEN = 25, 5  # gradient steps between two short fits of the weights
 UNDERFLOW = 1e-30  # least sum of a row, relative to its largest feature
 LEARNING_RATE, LAST_SHARE = 1e-2, 0.05  # of Adam, falling linearly to a share
+
+
+@dataclass(frozen=True)
+class Sample:
+    """Queries and keys of a layer in one sequence, without padding, times the root of the scale of the logits.
+
+    Attributes:
+        x: `[Hk, G, R, d]`: of the G query heads of each key head, R queries, evenly spaced.
+        y: `[Hk, S, d]`.
+        places: the positions of the queries among the keys, `[R]`.
+        window: length of exact blocks, 0 for none.
+        is_causal: whether queries see earlier keys only.
+    """
+
+    x: Tensor
+    y: Tensor
+    places: Tensor
+    window: int
+    is_causal: bool
+
+    @classmethod
+    def of(cls, seen: Observation, number: int, window: int) -> Sample | None:
+        """Takes one sequence, by its number, from a call of a layer to the CPU; gives None if it has no tokens."""
+        x, y = (rows[number] for rows in (seen.query, seen.key))
+        if seen.padding is not None:
+            y = y[:, seen.padding[number]]
+        if seen.query_padding is not None:
+            x = x[:, seen.query_padding[number]]
+        if min(x.shape[1], y.shape[1]) == 0:
+            return None
+        step = max(1.0, x.shape[1] / ROWS)
+        rows = (torch.arange(min(x.shape[1], ROWS)) * step).long()
+        # Queries are those of the last tokens.
+        places = rows + y.shape[1] - x.shape[1]
+        x = x[:, rows.to(x.device)].unflatten(0, (y.shape[0], -1))
+        x, y = ((seen.scale**0.5 * part.float()).cpu() for part in (x, y))
+        return cls(x, y, places, window if seen.is_self_attention else 0, seen.is_causal)
+
+    def of_heads(self, heads: Sequence[int], device: torch.device | str) -> Sample:
+        """Takes some key heads of the sample, on a device."""
+        x, y = (part[list(heads)].to(device) for part in (self.x, self.y))
+        return replace(self, x=x, y=y, places=self.places.to(device))
+
+    @property
+    def visible(self) -> Tensor | None:
+        """Boolean `[R, S]`: which keys a query sees; None for all."""
+        if not self.is_causal:
+            return None
+        return torch.arange(self.y.shape[1], device=self.y.device) <= self.places.unsqueeze(-1)
+
+    @property
+    def near(self) -> Tensor | None:
+        """Boolean `[R, S]`: which keys are in the block of a query; None without a window."""
+        if not self.window:
+            return None
+        blocks = torch.arange(self.y.shape[1], device=self.y.device) // self.window
+        same = blocks == (self.places // self.window).unsqueeze(-1)
+        return same if self.visible is None else same & self.visible
+
+    def logits(self) -> Tensor:
+        """Computes x . y, `[Hk, G, R, S]`, -inf where hidden."""
+        logits = self.x @ self.y.unsqueeze(1).transpose(-1, -2)
+        return logits if self.visible is None else logits.masked_fill(~self.visible, -torch.inf)
+
+
+class Samples:
+    """Some sequences of each layer, as a callback of `observe`.
+
+    Every sequence of every call of a layer has the same chance to be kept, so that a layer used at several depths
+    is seen at all of them. Layers without a window of their own have `window`.
+    """
+
+    def __init__(self, window: int) -> None:
+        self.window, self.layers = window, defaultdict[int, list[Sample]](list)
+        self._calls, self._random = Counter[int](), random.Random(0)
+
+    def __call__(self, seen: Observation) -> None:
+        """Keeps or drops each sequence of one call of a layer."""
+        window = stored_choice(seen.module).get("window", self.window)
+        for number in range(seen.key.shape[0]):
+            before = self._calls[seen.layer]
+            place = before if before < SEQUENCES else self._random.randrange(before + 1)
+            if place < SEQUENCES:
+                sample = Sample.of(seen, number, window)
+                if sample is None:
+                    continue
+                self.layers[seen.layer][place : place + 1] = [sample]
+            self._calls[seen.layer] += 1
 
 
 @dataclass(frozen=True)
@@ -67,24 +159,16 @@ def fit_weights(
     """Fits the parameters of a layer with weights, `[Hk, d, d]` and `[Hk, M]`.
 
     Args:
-        features: the family.
-        parameters: of the family, without weights.
+        features, parameters: the family, and its parameters without weights.
         samples: at least one.
-        config: gives the number, seed and kind of the directions.
-        layer: number of the layer.
+        config, layer: give the number, seed and kind of the directions.
         steps: gradient steps on G, L and b; 0 learns the weights alone.
         exact_heads: key heads that stay exact, which need no weights.
         device: to compute on.
-
-    Raises:
-        ValueError: if no sequence is longer than the window, so that there is nothing to learn from.
     """
-    heads, keys, head_dim = samples[0].y.shape
+    heads, _, head_dim = samples[0].y.shape
     if all(sample.window >= sample.y.shape[1] for sample in samples):
-        raise ValueError(
-            f"no sequence of the data is longer than window={samples[0].window} (the first has {keys} tokens), so "
-            "nothing is left for features to estimate; pass longer sequences."
-        )
+        raise ValueError(f"no sequence of the data is longer than window={samples[0].window}; pass longer ones.")
     eye = torch.eye(head_dim).expand(heads, -1, -1)
     parameters = parameters.to(eye)
     matrices = {name: getattr(parameters, name).expand_as(eye) for name in ("transform", "inverse", "factor")}
@@ -104,15 +188,7 @@ def fit_weights(
 
 
 class LayerFit:
-    """Learns weights and parameters for the heads of a layer that are estimated.
-
-    Args:
-        features: the family.
-        parameters: of the family, `[Hk, d, d]`, with the first weights.
-        samples: at least one, on the device to compute on.
-        config: gives the number, seed and kind of the directions.
-        layer: number of the layer.
-    """
+    """Learns weights and parameters, from those given, for the heads of a layer that are estimated."""
 
     def __init__(
         self,
@@ -131,11 +207,7 @@ class LayerFit:
 
     @torch.no_grad()
     def fit(self, steps: int) -> Parameters:
-        """Learns parameters and gives, for each head, the best that were met.
-
-        Args:
-            steps: gradient steps on G, L and b; 0 learns the weights alone.
-        """
+        """Learns parameters, with a number of gradient steps, and gives for each head the best that were met."""
         if steps:
             return self._refined(self.weighted(self.parameters, ITERATIONS_BETWEEN), steps)
         found = self.parameters
@@ -233,16 +305,13 @@ class LayerFit:
         key = self.features.log_phi(sample.y, self.omega, parameters, "key")
         top = key.detach().amax(-2, keepdim=True) if top is None else top
         query = query + top.unsqueeze(1)
-        largest, visible, near = query.detach().amax(-1, keepdim=True), sample.visible, sample.near
-        if near is None:
-            far = None if visible is None else visible.to(query)
-            return _Estimate((query - largest).exp(), (key - top).exp().unsqueeze(1), far, None)
-        logits = sample.logits().masked_fill(~near, -torch.inf)
-        largest = torch.maximum(largest, logits.amax(-1, keepdim=True))
-        far = ~near if visible is None else visible & ~near
-        return _Estimate(
-            (query - largest).exp(), (key - top).exp().unsqueeze(1), far.to(query), (logits - largest).exp()
-        )
+        largest, far, near = query.detach().amax(-1, keepdim=True), sample.visible, sample.near
+        if near is not None:
+            logits = sample.logits().masked_fill(~near, -torch.inf)
+            largest = torch.maximum(largest, logits.amax(-1, keepdim=True))
+            far, near = ~near if far is None else far & ~near, (logits - largest).exp()
+        far = None if far is None else far.to(query)
+        return _Estimate((query - largest).exp(), (key - top).exp().unsqueeze(1), far, near)
 
     def _log_queries(self, x: Tensor, parameters: Parameters) -> Tensor:
         """Computes the log-features of the queries, `[Hk, G, R, M]`."""

@@ -22,16 +22,13 @@ _callbacks: list[Callable[[Observation], None]] = []
 
 
 class Observation(NamedTuple):
-    """One call of an attention layer.
+    """One call of an attention layer, and the output of exact attention `[B, H, L, dv]`.
 
     Attributes:
         layer: number of the layer, as in `favor.integrations.layer`.
-        module: its module.
-        query: `[B, H, L, d]`; key and value: `[B, Hk, S, d]`, `[B, Hk, S, dv]`.
+        query, key, value: `[B, H, L, d]`, `[B, Hk, S, d]`, `[B, Hk, S, dv]`.
         padding: boolean `[B, S]`, True for real keys; None without padding.
-        is_causal: whether the layer is causal.
         scale: of the logits.
-        output: of exact attention, `[B, H, L, dv]`.
     """
 
     layer: int
@@ -58,10 +55,7 @@ class Observation(NamedTuple):
 def relative_error(output: Tensor, seen: Observation, places: Tensor | None = None) -> Tensor:
     """Divides the Frobenius norm of output - exact by that of exact, per sequence and head `[B, H]`; less is better.
 
-    Args:
-        output: an approximation of the attention output, `[B, H, n, dv]`.
-        seen: the layer's exact output; rows of padding do not count.
-        places: indices of the n queries; None is all queries.
+    The output `[B, H, n, dv]` is that of the n queries at `places`, or of all; rows of padding do not count.
     """
     exact, mask = seen.output, seen.query_padding
     if places is not None:
@@ -83,9 +77,7 @@ def observe(model: PreTrainedModel, callback: Callable[[Observation], None]) -> 
         model: any transformers model.
         callback: called with an `Observation` in each attention layer, in the order of the forward pass.
     """
-    before = [
-        (config, config._attn_implementation, getattr(config, "favor_parts", None)) for config in configs_of(model)
-    ]
+    before = [(own, own._attn_implementation, getattr(own, "favor_parts", None)) for own in configs_of(model)]
     number_new_layers(model)
     _callbacks.append(callback)
     try:
@@ -105,34 +97,27 @@ def observe(model: PreTrainedModel, callback: Callable[[Observation], None]) -> 
 def observe_batches(
     model: PreTrainedModel,
     dataloader: Iterable[Any],
-    callback: Callable[[Observation], None],
+    callbacks: Iterable[Callable[[Observation], None]],
     max_batches: int | None = None,
 ) -> None:
-    """Runs a model with exact attention over data, and reports each call of an attention layer; see `observe`.
+    """Runs a model in evaluation mode over data, as for `favor.calibrate`, and reports each call as `observe` does.
 
-    Args:
-        model: any transformers model; the training mode of each module is restored afterwards.
-        dataloader: batches as for `favor.calibrate`.
-        callback: called with an `Observation` in each attention layer.
-        max_batches: number of batches after which to stop; None (default) takes all.
-
-    Raises:
-        ValueError: if there is no batch, or no attention layer ran.
+    Raises a ValueError if there is no batch, or no attention layer ran.
     """
-    device, batches, calls = next(model.parameters()).device, 0, 0
+    device, batches, layers = next(model.parameters()).device, 0, set()
 
-    def count(seen: Observation) -> None:
-        nonlocal calls
-        calls += 1
-        callback(seen)
+    def note(seen: Observation) -> None:
+        layers.add(seen.layer)
+        for callback in callbacks:
+            callback(seen)
 
-    with evaluating(model), observe(model, count):
+    with evaluating(model), observe(model, note):
         for batch in islice(dataloader, max_batches):
             # A head may want more than tokens, such as choices or an end of the text, and has no attention.
             reads = model if isinstance(batch, Mapping) else model.base_model
             reads(**_inputs(batch, device))
             batches += 1
-    if not calls:
+    if not layers:
         raise ValueError(
             f"no attention layer of {type(model).__name__} ran in {batches} batches; pass a dataloader of batches, "
             "each a tensor of input_ids or a dictionary of the model's arguments."

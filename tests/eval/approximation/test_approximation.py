@@ -22,7 +22,6 @@ from favor.eval.approximation import model as approximation_model
 from favor.eval.approximation.heads import HeadErrors, mean_of_values, window_alone
 from favor.eval.approximation.variants import LOCAL, MEAN, Variant, variants_of
 from favor.features.moments import attention_received
-from favor.integrations.adapt import landmark_choice
 from favor.integrations.adapt.observe import Observation
 from favor.integrations.stored import update_choices
 
@@ -247,7 +246,7 @@ def test_backends_that_are_refused(text, message):
 
 def test_settings_that_each_layer_chose(bert_folder, text, tmp_path, monkeypatch):
     """With all operations every layer is exact."""
-    monkeypatch.setattr(landmark_choice, "VALUES", {"num_features": (2,), "selected_keys": (0,)})
+    monkeypatch.setattr("favor.integrations.adapt.convert.VALUES", {"num_features": (2,), "selected_keys": (0,)})
     options = ["--lengths", "24", "--samples", "2", "--num_features", "8", "--windows", "0", "--backends", "landmark"]
     converted = favor.convert(BertModel.from_pretrained(bert_folder), "landmark", num_features=5, selected_keys=0)
     number = converted.encoder.layer[0].attention.self.favor_layer.number

@@ -21,7 +21,6 @@ from transformers import (
 import favor
 from favor.eval.approximation import __main__ as approximation
 from favor.eval.approximation import audio
-from favor.integrations.adapt import landmark_choice
 from favor.models.conformer import ConformerForCTC
 
 LENGTHS = {"7": (0.4, 0.5, 0.3, 0.6), "8": (0.2, 0.9)}
@@ -122,7 +121,7 @@ def test_errors_of_a_whisper(corpus, whisper_folder, tmp_path):
 
 def test_settings_of_each_layer(corpus, whisper_folder, tmp_path, monkeypatch):
     values = {"num_features": (4, 8), "selected_keys": (0, 16)}
-    monkeypatch.setattr(landmark_choice, "VALUES", values)
+    monkeypatch.setattr("favor.integrations.adapt.convert.VALUES", values)
     words = ["--seconds", "0.8", "--samples", "2", "--backends", "landmark:selected_keys=0"]
     budgets = ["--flop_budgets", "0.3", "0.5", "1", "--choose_on", "train"]
     found, text = run(whisper_folder, corpus, tmp_path, *words, *budgets)

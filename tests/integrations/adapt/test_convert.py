@@ -4,25 +4,15 @@ import math
 
 import pytest
 import torch
-from test_calibrate import OPTIONS, batches, bert, llama, tokens
+from test_calibrate import batches, bert, llama, tokens
 from transformers import BartConfig, BartForCausalLM, BartForConditionalGeneration
 
 import favor
 from favor.features import Parameters
 from favor.integrations.adapt.convert import Costs, allocate
-from favor.integrations.backend import by_head
+from favor.integrations.exact import by_head
 from favor.integrations.layer import stored_choice
 from favor.integrations.stored import update_choices
-
-
-def test_all_heads_exact_is_softmax_attention():
-    model = bert()
-    with torch.no_grad():
-        expected = model(tokens()).last_hidden_state
-        favor.configure(model, "favor#", **OPTIONS)
-        assert not torch.allclose(model(tokens()).last_hidden_state, expected, atol=1e-3)
-        update_choices(model, {number: {"exact_heads": [0, 1, 2, 3]} for number in (1, 3)})
-        torch.testing.assert_close(model(tokens()).last_hidden_state, expected, rtol=1e-5, atol=1e-5)
 
 
 def test_heads_keep_their_places():
@@ -112,18 +102,15 @@ def test_layers_are_found_by_name_in_submodels(tmp_path):
     model = BartForConditionalGeneration(config)
     number = model.model.encoder.layers[0].self_attn.favor_layer.number
     update_choices(model, {number: {"exact_heads": [0]}})
+    decoder = model.model.decoder.layers[0].self_attn.favor_layer
+    update_choices(model.model.decoder, {decoder.number: {"window": 8}})  # which does not know the encoder's
+    assert set(model.config.favor_layers) == {"encoder.layers.0.self_attn", decoder.name}
+    update_choices(model.model.decoder, {decoder.number: {"window": None}})
     model.save_pretrained(tmp_path)
     whole = BartForConditionalGeneration.from_pretrained(tmp_path)
     assert stored_choice(whole.model.encoder.layers[0].self_attn) == {"exact_heads": [0]}
     alone = BartForCausalLM.from_pretrained(tmp_path)
     assert stored_choice(alone.model.decoder.layers[0].self_attn) == {}
-
-
-def test_what_cannot_be_judged_is_refused():
-    with pytest.raises(ValueError, match='layers="auto" of a decoder needs statistics="calibrated"'):
-        favor.convert(llama(), dataloader=batches(), layers="auto", flop_budget=1.0, length=1000)
-    with pytest.raises(ValueError, match="pos features have no parameters to fit"):
-        favor.convert(bert(), "favor+", dataloader=batches(), statistics="calibrated")
 
 
 def test_without_data_convert_configures():
@@ -134,3 +121,5 @@ def test_without_data_convert_configures():
             favor.convert(bert(), **change)
     with pytest.raises(ValueError, match='layers must be "all" or "auto"'):
         favor.convert(bert(), layers="some")
+    with pytest.raises(ValueError, match='layers="auto" of a decoder needs statistics="calibrated"'):
+        favor.convert(llama(), dataloader=batches(), layers="auto", flop_budget=1.0, length=1000)

@@ -4,13 +4,12 @@ from itertools import product
 
 import pytest
 import torch
+import transformers as hf
 from test_calibrate import batches, bert, llama, tokens
 from torch.nn.functional import scaled_dot_product_attention
-from transformers import BartConfig, BartModel, BertModel, WhisperConfig, WhisperForConditionalGeneration
 
 import favor
-from favor.integrations.adapt import landmark_choice
-from favor.integrations.adapt.landmark_choice import Setting, cheapest_error
+from favor.integrations.adapt.convert import LayerErrors, Setting, cheapest_error
 from favor.integrations.adapt.observe import observe
 from favor.integrations.layer import attention_modules, stored_choice
 
@@ -20,7 +19,7 @@ AUTO = {"layers": "auto", "exact_below": 0}
 
 @pytest.fixture
 def few(monkeypatch):
-    monkeypatch.setattr(landmark_choice, "VALUES", FEW)
+    monkeypatch.setattr("favor.integrations.adapt.convert.VALUES", FEW)
 
 
 def share(model, length, heads=4, head_dim=4):
@@ -77,14 +76,14 @@ def test_more_budget_is_never_worse_and_none_is_overdrawn(few):
 def test_the_choice_is_the_best_of_all(few):
     """Against every combination of settings of both layers, and the errors against their definition."""
     seen = []
-    measured = landmark_choice.LayerErrors.means
+    measured = LayerErrors.means
 
     def kept(self):
         seen.append(measured(self))
         return seen[-1]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(landmark_choice.LayerErrors, "means", kept)
+        patch.setattr(LayerErrors, "means", kept)
         model = favor.convert(bert(), "landmark", dataloader=batches(), flop_budget=0.5, **AUTO)
     costs = {None: 1.0} | {each: sum(each) / 20 for each in (set(seen[0][1]) - {None})}
     layers = list(seen[0])
@@ -166,30 +165,30 @@ def test_a_budget_that_is_too_small(few):
         favor.convert(bert(), "landmark", dataloader=batches(), flop_budget=0.09, **AUTO)
     model = favor.convert(bert(), "landmark", dataloader=batches(), flop_budget=0.09, length=100, **AUTO)
     assert share(model, 100) <= 0.09
-    with pytest.raises(ValueError, match="needs the variance of positive features, or landmarks, and relu has neither"):
+    with pytest.raises(ValueError, match="needs positive features or landmarks, and relu has neither"):
         favor.convert(bert(), "favor_relu", dataloader=batches(), **AUTO)
 
 
 @pytest.mark.usefixtures("small_sections")
 def test_all_but_causal_layers_may_stay_exact(few):
-    config = BartConfig(
+    config = hf.BartConfig(
         vocab_size=50, d_model=16, encoder_layers=1, decoder_layers=1, encoder_attention_heads=4,
         decoder_attention_heads=4, encoder_ffn_dim=16, decoder_ffn_dim=16, init_std=0.3,
     )  # fmt: skip
     torch.manual_seed(0)
-    model = favor.convert(BartModel(config), "landmark", dataloader=[tokens(2, 30)], flop_budget=0.96, **AUTO)
+    model = favor.convert(hf.BartModel(config), "landmark", dataloader=[tokens(2, 30)], flop_budget=0.96, **AUTO)
     exact = {name for name, own in model.config.favor_layers.items() if "exact_heads" in own}
     assert exact == {"encoder.layers.0.self_attn", "decoder.layers.0.encoder_attn"}
 
 
 def whisper():
     torch.manual_seed(0)
-    config = WhisperConfig(
+    config = hf.WhisperConfig(
         vocab_size=30, d_model=16, num_mel_bins=8, encoder_layers=2, decoder_layers=1, encoder_attention_heads=4,
         decoder_attention_heads=4, encoder_ffn_dim=16, decoder_ffn_dim=16, max_source_positions=40, init_std=0.3,
         bos_token_id=1, eos_token_id=1, pad_token_id=0, decoder_start_token_id=1,
     )  # fmt: skip
-    return WhisperForConditionalGeneration(config).eval()
+    return hf.WhisperForConditionalGeneration(config).eval()
 
 
 def test_the_encoder_of_a_whisper_alone(few, tmp_path):
@@ -200,7 +199,7 @@ def test_the_encoder_of_a_whisper_alone(few, tmp_path):
     described = favor.describe(model, 40)
     assert [layer.why for layer in described.layers[2:]] == ["another part was switched"] * 2
     model.save_pretrained(tmp_path)
-    loaded = WhisperForConditionalGeneration.from_pretrained(tmp_path).eval()
+    loaded = hf.WhisperForConditionalGeneration.from_pretrained(tmp_path).eval()
     with torch.no_grad():
         outs = [each(sound, decoder_input_ids=torch.ones(2, 3, dtype=torch.long)).logits for each in (model, loaded)]
     assert torch.equal(*outs)
@@ -213,7 +212,7 @@ def test_a_note_on_audio_encoders_with_groups_alone():
     assert f"note: {note}" in str(favor.describe(model))
     for change in ({"selected_keys": 16}, {"selected_keys": None}):
         assert not favor.describe(favor.configure(model, only="model.encoder", **change)).notes
-    text = favor.configure(BertModel(bert().config), "landmark", selected_keys=0, exact_below=0)
+    text = favor.configure(hf.BertModel(bert().config), "landmark", selected_keys=0, exact_below=0)
     assert not favor.describe(text).notes
     decoder = favor.configure(whisper(), "landmark", only="model.decoder", exact_below=0, selected_keys=0)
     assert not favor.describe(decoder).notes

@@ -11,9 +11,8 @@ from test_calibrate import batches, bert, llama
 from favor import FavorConfig, favor_attention, features
 from favor.decomposition import mixture_proportions
 from favor.features import Parameters
-from favor.integrations.adapt.feature_weights import LayerFit, fit_weights
+from favor.integrations.adapt.feature_weights import LayerFit, Sample, fit_weights
 from favor.integrations.adapt.observe import observe
-from favor.integrations.adapt.samples import Sample
 
 HEADS, GROUPS, WIDTH = 2, 2, 8
 CONFIG = FavorConfig(num_features=12)
@@ -159,11 +158,3 @@ def test_what_has_no_data_keeps_its_weight():
         fit_weights(features.get("sderf"), fit_of(features.get("sderf"), samples).parameters, samples, CONFIG, 3, 0)
     fit = fit_of(features.get("sderf"), samples)
     assert not fit.weighted(fit.parameters, 5).log_weights.any()
-
-
-def test_weights_of_another_number_of_features_are_refused():
-    own = sample()
-    fit = fit_of(features.get("sderf"), [own])
-    short = replace(fit.parameters, log_weights=torch.zeros(HEADS, 5))
-    with pytest.raises(ValueError, match="hold weights of 5 features, and there are 12"):
-        attention_matrix(own, "sderf", short)

@@ -5,7 +5,7 @@ import torch
 from transformers import BertConfig, BertModel
 
 import favor
-from favor.attention.padding import Compaction
+from favor.attention.packing import Compaction
 from favor.eval.speed.measure import record
 from favor.integrations.masks import favor_mask
 
