@@ -71,6 +71,14 @@ def local_names(argv: Sequence[str]) -> list[str]:
     return [Path(word).resolve().name if "/" in word and Path(word).exists() else word for word in argv]
 
 
+def load_line(load: Sequence[float], what: str, time: str) -> str:
+    """Says how busy the machine was before and after, and which `time` of `what` can be compared then."""
+    return (
+        f"The load average of the machine was {load[0]:.1f} before and {load[1]:.1f} after: where it is above the "
+        f"number of cores, {what} waits, and only the {time} of the CPU are its own."
+    )
+
+
 def context(command: str, packages: Sequence[str] = ("scikit-learn", "numpy")) -> dict[str, Any]:
     """Gives command, machine and versions."""
     known = launch.versions()

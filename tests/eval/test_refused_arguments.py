@@ -32,7 +32,7 @@ REFUSED = [
     ("lexicon --dictionary d --output_file x --splits train", "--data_dir and --splits need each other"),
     ("long_form --backends flash", "backend must be one of"),
     ("long_form --minutes 0", "must be positive"),
-    ("long_form --repeats 0", "must be at least 1"),
+    ("long_form --threads 0", "must be at least 1"),
     ("majorization --num_seeds 0", "--num_seeds, --num_train_epochs and --time_limit must be positive"),
     ("majorization --time_limit 0", "must be positive"),
     ("majorization --datasets iris", "got iris: did you mean digits?"),
