@@ -29,8 +29,7 @@ from transformers import WhisperForConditionalGeneration, WhisperProcessor
 from transformers.models.whisper.english_normalizer import EnglishTextNormalizer
 
 import favor
-from favor.eval.approximation.heads import HeadErrors
-from favor.eval.approximation.variants import Variant, chosen_name, variants_of
+from favor.eval.approximation.variants import HeadErrors, Variant, chosen_name, variants_of
 from favor.eval.common import report
 from favor.eval.common.program import add_results
 from favor.eval.speech import whisper_report

@@ -7,9 +7,8 @@ import transformers
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from favor.eval.compatibility import __main__ as program
+from favor.eval.compatibility.__main__ import candidates, lines_of
 from favor.eval.compatibility.check import check
-from favor.eval.compatibility.classes import candidates
-from favor.eval.compatibility.report import lines_of
 from favor.integrations import backend, masks
 
 pytestmark = [

@@ -19,8 +19,15 @@ from transformers import (
 import favor
 from favor.eval.approximation import __main__ as approximation
 from favor.eval.approximation import model as approximation_model
-from favor.eval.approximation.heads import HeadErrors, mean_of_values, window_alone
-from favor.eval.approximation.variants import LOCAL, MEAN, Variant, variants_of
+from favor.eval.approximation.variants import (
+    LOCAL,
+    MEAN,
+    HeadErrors,
+    Variant,
+    mean_of_values,
+    variants_of,
+    window_alone,
+)
 from favor.features.moments import attention_received
 from favor.integrations.adapt import landmark_choice
 from favor.integrations.adapt.observe import Observation

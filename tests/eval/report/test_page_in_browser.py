@@ -5,7 +5,7 @@ import re
 import pytest
 from browser import CHROMIUM, chromium
 
-from favor.eval.report.page import render
+from favor.eval.report import render
 
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="needs chromium: apt-get install chromium")
 

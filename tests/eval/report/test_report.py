@@ -8,12 +8,10 @@ import torch
 from transformers import AutoTokenizer, BertModel, LlamaConfig, LlamaForCausalLM, ModernBertConfig, ModernBertModel
 
 import favor
+from favor.eval import report
 from favor.eval.approximation import __main__ as approximation
 from favor.eval.approximation.variants import Variant
-from favor.eval.report import __main__ as report
-from favor.eval.report.content import verdict
-from favor.eval.report.page import render
-from favor.eval.report.times import pass_seconds
+from favor.eval.report import pass_seconds, render, verdict
 
 QUICK = ("--seconds_per_cell", "0.001", "--num_features", "8", "--windows", "0", "24", "--selected_keys", "0", "16")
 
@@ -191,7 +189,7 @@ def test_other_models(make, layers, counted, measure, bert_folder, text, tmp_pat
     ],
 )
 def test_mistakes_are_told_before_anything_is_measured(changed, message, bert_folder, text, tmp_path, monkeypatch):
-    monkeypatch.setattr(report, "measure", None)
+    monkeypatch.setattr(report.whole, "measure", None)
     given = {"model": str(bert_folder), "--text": str(text), "--html": str(tmp_path / "x.html"), **changed}
     with pytest.raises(ValueError, match=message):
         report.main([given.pop("model"), *(word for pair in given.items() for word in pair)])
