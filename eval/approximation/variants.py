@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from favor import favor_attention, registry
 from favor import features as families
 from favor.config import FavorConfig, feature_family
-from favor.features import Parameters, PositiveFeatures
+from favor.features import Parameters
 from favor.integrations.adapt.observe import Observation, relative_error
 from favor.integrations.layer import all_exact, layer_options, stored_choice, stored_parameters
 from favor.train.common.program import did_you_mean
@@ -189,7 +189,6 @@ class HeadErrors:
             The backends always compute all queries. None counts all queries.
         converted: attention modules with stored parameters by layer number, for every folder of the variants.
         errors: by variant and layer, one `[H]` per sequence; less is better.
-        diagnostics: by name (rho, norms of x and y) and layer, one `[H]` per sequence.
         length: the greatest number of keys of a layer.
     """
 
@@ -198,7 +197,6 @@ class HeadErrors:
     query_samples: int | None = None
     converted: dict[str, dict[int, nn.Module]] = field(default_factory=dict)
     errors: dict[Variant, dict[int, list[Tensor]]] = field(default_factory=dict)
-    diagnostics: dict[str, dict[int, list[Tensor]]] = field(default_factory=dict)
     length: int = 0
 
     @torch.no_grad()
@@ -209,8 +207,6 @@ class HeadErrors:
         for variant in self.variants:
             errors = relative_error(self.output(variant, seen, places), seen, places)
             self.errors.setdefault(variant, {}).setdefault(seen.layer, []).extend(errors.cpu().unbind(0))
-        for name, values in self._diagnose(seen).items():
-            self.diagnostics.setdefault(name, {}).setdefault(seen.layer, []).extend(values.cpu().unbind(0))
 
     def _places(self, length: int, device: torch.device) -> Tensor:
         """Chooses the queries to measure, at random: with a fixed step all could have one place in their blocks."""
@@ -268,18 +264,6 @@ class HeadErrors:
         if variant.folder is None or variant.statistics != kind:
             return None
         return stored_parameters(self.converted[variant.folder][layer])
-
-    def _diagnose(self, seen: Observation) -> dict[str, Tensor]:
-        """Computes rho of wDERF, fitted per sequence and head, and root mean squared norms of x and y, `[B, H]`."""
-        family = families.get("wderf")
-        assert isinstance(family, PositiveFeatures)
-        groups = seen.query.shape[1] // seen.key.shape[1]
-        key = seen.key.repeat_interleave(groups, 1)
-        masks = [None if m is None else m[:, None] for m in (seen.query_padding, seen.padding)]
-        moments = family.moments(seen.query, key, *masks, scale=seen.scale, is_causal=seen.is_causal)
-        plain = families.Moments.from_samples(seen.query, key, *masks).scaled(seen.scale)
-        norms = (torch.diagonal(m, dim1=-2, dim2=-1).sum(-1).sqrt() for m in (plain.second_x, plain.second_y))
-        return dict(zip(("rho", "|x|", "|y|"), (family.fit_moments(moments).rho(moments), *norms), strict=True))
 
 
 def mean_of_values(seen: Observation, places: Tensor | None = None) -> Tensor:
