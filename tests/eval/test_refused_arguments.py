@@ -21,7 +21,7 @@ REFUSED = [
     ("decomposition --gaps 0.5", "--gaps above 0 and below .4"),
     ("decomposition --parts none", "invalid choice: 'none'"),
     ("demo --documents 2", "--documents must be at least 4"),
-    ("generation --tokens 2", "--tokens must be at least 3"),
+    ("generation --window -1", "--window must not be negative"),
     ("head_optimizer", "needs --images_dir"),
     ("head_optimizer --tasks text", "needs --text"),
     ("head_optimizer --tasks sst2 --glue_dir d --num_seeds 0", "at least 1"),
