@@ -235,7 +235,7 @@ def _words(cell: Cell) -> str:
 
 def _features(cells: Sequence[Cell]) -> list[str]:
     """Writes a row per duration, with numbers of the first backend that ran."""
-    rows = {}
+    rows: dict[float, list[str]] = {}
     for cell in sorted(cells, key=lambda cell: cell["status"] != "ok"):
         numbers = ["-"] * 4
         if cell["status"] == "ok":

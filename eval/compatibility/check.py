@@ -62,10 +62,9 @@ class Candidate:
     module: str
     name: str
 
-    def load(self) -> type[PreTrainedModel]:
+    def load(self) -> Any:
         """Gives the class."""
-        found: type[PreTrainedModel] = getattr(importlib.import_module(self.module), self.name)
-        return found
+        return getattr(importlib.import_module(self.module), self.name)
 
 
 class NotBuiltError(Exception):

@@ -67,9 +67,9 @@ class Sample:
         early = (length ** (torch.arange(ROWS // 2) / (ROWS // 2))).long() - 1
         spread = torch.randint(length, (ROWS // 2 - 1,), generator=generator)
         rows = torch.cat((early, spread, torch.tensor([length - 1]))).clamp(0, length - 1).unique().to(query.device)
-        own = [tensor[b, h].detach().double() for tensor in (query, key, value)]
-        leaves = (tensor.requires_grad_() for tensor in (own[0][rows], own[1], own[2]))
-        return cls(b, h, rows, *leaves, own[0], causal)
+        queries, keys, values = (tensor[b, h].detach().double() for tensor in (query, key, value))
+        leaves = [tensor.requires_grad_() for tensor in (queries[rows], keys, values)]
+        return cls(b, h, rows, leaves[0], leaves[1], leaves[2], queries, causal)
 
     def seen(self, weights: Tensor, hidden: float) -> Tensor:
         """Gives weights `[R, L]` with another value for keys that a row must not see."""
@@ -129,8 +129,8 @@ def landmarks(sample: Sample, means: int, selected: int | None) -> Tensor:
         selected: K, keys that a block reads exactly; None is the default.
     """
     queries = sample.queries.index_put((sample.rows,), sample.query)
-    given = (tensor.cpu()[None, None] for tensor in (queries, sample.key, sample.value))
-    out = naive_landmark_attention(*given, means, is_causal=sample.causal, selected_keys=selected)
+    query, key, value = (tensor.cpu()[None, None] for tensor in (queries, sample.key, sample.value))
+    out = naive_landmark_attention(query, key, value, means, is_causal=sample.causal, selected_keys=selected)
     return out[0, 0].to(sample.rows.device)[sample.rows]
 
 

@@ -42,12 +42,6 @@ def test_accuracy_counts_halves_both_ways_and_so_does_the_cosine():
     """Documents 0 and 1 find each other's halves; document 2 finds its second half, but its second half finds 0."""
     first = torch.tensor([[1.0, 0, 0], [0, 1, 0], [0, 0, 1]])
     second = torch.tensor([[0.0, 1, 0], [1, 0, 0], [0.8, 0, 0.6]])
-    own = torch.arange(3)
-    expected = [
-        *(int(torch.cosine_similarity(first[i][None], second).argmax() == own[i]) for i in range(3)),
-        *(int(torch.cosine_similarity(second[i][None], first).argmax() == own[i]) for i in range(3)),
-    ]
-    assert expected == [0, 0, 1, 0, 0, 0]
     assert Reading(torch.stack([first, second], 1), {}).accuracy() == pytest.approx(1 / 6)
     assert Reading(torch.stack([3 * first, first], 1), {}).accuracy() == 1
     one, other = torch.tensor([[[1.0, 0], [0, 2]]]), torch.tensor([[[3.0, 0], [1, 1]]])
@@ -142,31 +136,29 @@ def reading(found: int, seconds: dict[int, float]) -> Reading:
     return Reading(torch.stack([halves, halves], 1), {length: [time] for length, time in seconds.items()})
 
 
-@pytest.mark.parametrize(
-    ("landmark", "seconds", "scores", "failing"),
-    [
-        (9, (0.5, 1.0), (0.95, 0.93), []),
-        (7, (0.5, 1.0), (0.95, 0.93), ["lose at most 2 points"]),
-        (9, (0.9, 1.0), (0.95, 0.93), ["4,096 tokens"]),
-        (9, (0.5, 2.1), (0.95, 0.93), ["8,192 tokens"]),
-        (9, (0.5, 1.0), (0.90, 0.89), ["above 90 %"]),
-        (9, (0.5, 1.0), (0.95, 0.91), ["at most 3 points less"]),
-    ],
-)
-def test_checks_say_what_does_not_hold(landmark, seconds, scores, failing):
+FAST, GOOD = (0.5, 1.0), (0.95, 0.93)
+FAILING = [
+    (5, 9, FAST, GOOD, None),
+    (5, 7, FAST, GOOD, "lose at most 2 points"),
+    (9, 9, FAST, GOOD, "10 points more"),
+    (5, 9, (0.9, 1.0), GOOD, "4,096 tokens"),
+    (5, 9, (0.5, 2.1), GOOD, "8,192 tokens"),
+    (5, 9, FAST, (0.90, 0.89), "above 90 %"),
+    (5, 9, FAST, (0.95, 0.91), "at most 3 points less"),
+]
+
+
+@pytest.mark.parametrize(("cut", "landmark", "seconds", "scores", "failing"), FAILING)
+def test_checks_say_what_does_not_hold(cut, landmark, seconds, scores, failing):
     readings = {
-        demo.CUT_SHORT: reading(5, {HALF: 0.1, WHOLE: 0.1}),
+        demo.CUT_SHORT: reading(cut, {HALF: 0.1, WHOLE: 0.1}),
         demo.EXACT: reading(9, {HALF: 1.0, WHOLE: 4.0}),
         demo.LANDMARKS: reading(landmark, dict(zip((HALF, WHOLE), seconds, strict=True))),
     }
     found = demo.checks(readings, dict(zip(("sdpa", "landmark"), scores, strict=True)))
     wrong = [check.statement for check in found if not check.holds]
-    assert len(wrong) == len(failing)
-    assert all(part in statement for part, statement in zip(failing, wrong, strict=True))
-    readings[demo.CUT_SHORT] = reading(landmark, {HALF: 0.1})
-    more = demo.checks(readings, dict(zip(("sdpa", "landmark"), scores, strict=True)))[1]
-    assert "10 points more" in more.statement
-    assert not more.holds
+    assert len(wrong) == (failing is not None)
+    assert all(failing in statement for statement in wrong)
 
 
 @pytest.mark.slow
