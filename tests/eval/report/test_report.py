@@ -5,7 +5,7 @@ import re
 
 import pytest
 import torch
-from transformers import AutoTokenizer, BertModel, LlamaConfig, LlamaForCausalLM, ModernBertConfig, ModernBertModel
+from transformers import AutoTokenizer, BertModel, ModernBertConfig, ModernBertModel
 
 import favor
 from favor.eval import report
@@ -98,7 +98,7 @@ WINDOW = {"K": None, "window": 9}
 ADVICE = [
     (
         [(0.3, 0.1, {}), (0.2, 1, {"K": 25}), (0.1, 1.5, {})],
-        r"use landmark with M = 64, K = 25: 2\.0 x .* 0\.20 .* 0\.988",
+        r"use landmark .* K = 25: 2\.0 x .* 0\.20 .* 0\.988",
     ),
     ([(0.3, 0.1, {}), (0.2, 1.9, WINDOW)], r"keep exact .* M = 64, window 9, the fastest .* takes 0\.95 x"),
     ([(0.3, 0.1, {}), (float("nan"), 0.1, {})], r"keep exact attention: no setting has a mean error of 0\.25 or less"),
@@ -127,38 +127,19 @@ def test_each_time_is_of_its_own_attention(bert_folder):
     assert model.config._attn_implementation == "sdpa"
 
 
-SIZES = {"hidden_size": 16, "num_attention_heads": 2, "intermediate_size": 16, "vocab_size": 24}
-
-
-def modern_bert():
-    tokens = {"pad_token_id": 0, "cls_token_id": 2, "sep_token_id": 3, "bos_token_id": 2, "eos_token_id": 3}
-    config = ModernBertConfig(**SIZES, **tokens, num_hidden_layers=4, global_attn_every_n_layers=3, local_attention=8)
-    return ModernBertModel(config)
-
-
-def llama():
-    return LlamaForCausalLM(LlamaConfig(**SIZES, num_hidden_layers=2, max_position_embeddings=64))
-
-
-@pytest.mark.parametrize(
-    ("make", "layers", "counted", "measure"),
-    [
-        (modern_bert, ["layers.0.attn", "layers.3.attn"], "2 of 4", "cosine of the embeddings"),
-        (llama, ["model.layers.0.self_attn", "model.layers.1.self_attn"], "2 of 2", "perplexity"),
-    ],
-)
-def test_other_models(make, layers, counted, measure, bert_folder, text, tmp_path):
-    """Local layers are not measured; a decoder has a perplexity, also that of exact attention."""
+def test_local_layers_are_not_measured(bert_folder, text, tmp_path):
     torch.manual_seed(0)
-    make().save_pretrained(tmp_path / "model")
+    sizes = {"hidden_size": 16, "num_attention_heads": 2, "intermediate_size": 16, "vocab_size": 24}
+    tokens = {"pad_token_id": 0, "cls_token_id": 2, "sep_token_id": 3, "bos_token_id": 2, "eos_token_id": 3}
+    layers = {"num_hidden_layers": 4, "global_attn_every_n_layers": 3, "local_attention": 8}
+    ModernBertModel(ModernBertConfig(**sizes, **tokens, **layers)).save_pretrained(tmp_path / "model")
     AutoTokenizer.from_pretrained(bert_folder).save_pretrained(tmp_path / "model")
     words = ["--text", str(text), "--html", str(tmp_path / "x.html"), "--lengths", "40", *QUICK]
     assert report.main([str(tmp_path / "model"), *words, "--backends", "landmark", "favor+"]) == 0
     found = data_of((tmp_path / "x.html").read_text())
-    assert found["layers"] == layers
-    assert found["facts"]["Attention layers"].startswith(counted)
-    assert found["measure"].startswith(measure)
-    assert all(len(s["errors"]) == len(layers) for s in found["settings"])
+    assert found["layers"] == ["layers.0.attn", "layers.3.attn"]
+    assert found["facts"]["Attention layers"].startswith("2 of 4")
+    assert all(len(s["errors"]) == 2 for s in found["settings"])
 
 
 @pytest.mark.parametrize(

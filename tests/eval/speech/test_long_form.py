@@ -4,7 +4,6 @@ No speed is asserted.
 """
 
 import json
-import math
 import os
 
 import numpy as np
@@ -61,18 +60,15 @@ def test_logits_are_checked():
     assert 1e-3 < found["distance"]["favor#"] < 1
 
 
-@pytest.mark.parametrize(
-    ("factor", "message"), [(1.05, "sdpa and eager differ by"), (math.nan, "eager are not finite")]
-)
-def test_wrong_logits_are_found(monkeypatch, factor, message):
+def test_wrong_logits_are_found(monkeypatch):
     right = modeling_lasr.eager_attention_forward
 
     def wrong(*inputs, **options):
         out, weights = right(*inputs, **options)
-        return factor * out, weights
+        return 1.05 * out, weights
 
     monkeypatch.setattr(modeling_lasr, "eager_attention_forward", wrong)
-    assert message in long_form.problem(cell.check(TINY, BOTH, cell.Recording(1.0)))
+    assert "sdpa and eager differ by" in long_form.problem(cell.check(TINY, BOTH, cell.Recording(1.0)))
 
 
 def run(monkeypatch, folder, answers, *words):
@@ -101,9 +97,10 @@ def good(task, more):
     return {"features": 10, "pass": size, "total": size + 100, "resident": size + 1000}
 
 
-@pytest.mark.parametrize(
-    "answer", [Failure("killed"), {"finite": {"sdpa": True}, "difference": 2e-3, "distance": {"sdpa": 0.0}}]
-)
+WRONG = [{"finite": {"sdpa": finite}, "difference": 2e-3, "distance": {"sdpa": 0.0}} for finite in (True, False)]
+
+
+@pytest.mark.parametrize("answer", [Failure("killed"), *WRONG])
 def test_no_times_without_the_check(monkeypatch, tmp_path, capsys, answer):
     code, asked = run(monkeypatch, tmp_path, lambda task, more: answer, "--minutes", "0.02")
     assert code == 1
@@ -151,9 +148,7 @@ def test_what_is_claimed():
     cells += [made_up("favor#", 60, 2e9, 20), made_up("sdpa", 60, 0, 0, "skipped")]
     found = long_form.checks(cells, 16.0)
     assert [check.holds for check in found] == [True, True, True]
-    assert found[0].statement == "favor# transcribes 60 minutes in one pass within 16 GB"
-    assert found[1].statement == "at 10 minutes favor# needs at most 0.25 of eager's peak memory"
-    assert found[2].statement == "at 10 minutes favor# takes less time than sdpa"
+    assert all(part in check.statement for part, check in zip(("60 min", "10 min", "10 min"), found, strict=True))
     cells[0] = made_up("favor#", 10, 26e6, 5)
     assert [check.holds for check in long_form.checks(cells, 16.0)] == [True, False, False]
     cells[3] = made_up("favor#", 60, 2e9, 20, "failed")
