@@ -213,19 +213,16 @@ def _table(cells: Sequence[Cell], show: Callable[[Cell], str]) -> list[str]:
     labels = list(dict.fromkeys(cell["backend"] for cell in cells))
     known = {(cell["minutes"], cell["backend"]): cell for cell in cells}
     minutes = dict.fromkeys(cell["minutes"] for cell in cells)
-    rows = [[f"{each:g}", *(show(known[each, label]) for label in labels)] for each in minutes]
+    shown = {place: show(cell) if cell["status"] == "ok" else cell["status"] for place, cell in known.items()}
+    rows = [[f"{each:g}", *(shown[each, label] for label in labels)] for each in minutes]
     return [*report.table(["minutes", *labels], rows), ""]
 
 
 def _time(cell: Cell) -> str:
-    if cell["status"] != "ok":
-        return cell["status"]
     return f"{cell['pass']['seconds']:.3g} ({cell['pass']['cpu_seconds']:.3g})"
 
 
 def _memory(cell: Cell) -> str:
-    if cell["status"] != "ok":
-        return cell["status"]
     return f"{cell['bytes']['pass'] / 1e6:.0f} ({cell['bytes']['total'] / 1e6:.0f})"
 
 

@@ -74,13 +74,7 @@ def make_extractor(setup: Setup) -> ConformerFeatureExtractor:
 
 
 def build(backend: str, extractor: ConformerFeatureExtractor, setup: Setup) -> ConformerForCTC:
-    """Makes the causal model in evaluation mode; the parameters of favor++ and favor# are calibrated on noise.
-
-    Args:
-        backend: the attention.
-        extractor: makes features of the noise.
-        setup: the model.
-    """
+    """Makes the causal model in evaluation mode; the parameters of favor++ and favor# are calibrated on noise."""
     model = setup.build(Backend(backend))
     calibrated = (model.config.favor or {}).get("statistics") == "calibrated"
     if backend in ("favor#", "favor++") and not calibrated:
@@ -90,25 +84,12 @@ def build(backend: str, extractor: ConformerFeatureExtractor, setup: Setup) -> C
 
 
 def feed(stream: ConformerStream, audio: np.ndarray, samples: int) -> Tensor:
-    """Gives the logits `[1, L, V]` of audio that a stream reads in pieces.
-
-    Args:
-        stream: of the model.
-        audio: `[n]`.
-        samples: length of a piece.
-    """
+    """Gives the logits `[1, L, V]` of audio `[n]` that a stream reads in pieces of so many samples."""
     return torch.cat([stream.feed(audio[start : start + samples]) for start in range(0, len(audio), samples)], dim=1)
 
 
 def difference(model: Any, extractor: ConformerFeatureExtractor, audio: np.ndarray, piece: int) -> float:
-    """Computes the greatest difference between logits of a stream and of a whole pass; inf if the frames differ.
-
-    Args:
-        model: the causal model.
-        extractor: its feature extractor.
-        audio: `[n]`.
-        piece: samples of a piece.
-    """
+    """Computes the greatest difference between logits of a stream and of a whole pass; inf if the frames differ."""
     with torch.no_grad():
         whole = model(**extractor(audio, sampling_rate=RATE)).logits
     found = feed(model.stream(extractor), audio, piece)

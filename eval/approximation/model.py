@@ -245,14 +245,9 @@ def measure_inputs(
     """Measures variants on inputs of one length, such as recordings, each a forward pass of its own.
 
     Args:
-        model: any model; it has exact attention afterwards.
+        model, found, seed, query_samples, others: as for `measure`.
         inputs: arguments of the model, by name.
-        found: the variants to compare.
         outputs: computes what is scored, from a model with any attention; see `score`.
-        seed, query_samples, others: as for `measure`.
-
-    Returns:
-        Errors of the heads, and the score of the whole model with exact attention and with each variant.
 
     Raises:
         ValueError: before anything is measured, if the model cannot be scored on these inputs alone.

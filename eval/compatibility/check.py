@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import transformers
@@ -227,13 +228,7 @@ def _numbers(path: str, value: Any) -> Iterator[tuple[str, Tensor]]:
 
 
 def distance(found: dict[str, Tensor], expected: dict[str, Tensor], mask: Tensor | None = None) -> float:
-    """Computes the largest relative error of an output, of real tokens if there is a mask `[B, L]`.
-
-    Args:
-        found: outputs by name.
-        expected: outputs of the exact model by name.
-        mask: 1 for real tokens; None if there is no padding.
-    """
+    """Computes the largest relative error of outputs by name, of real tokens if there is a mask `[B, L]` of them."""
     errors = [0.0]
     if mask is not None:  # a pooled output may come from a padded token
         rows = {name: value for name, value in expected.items() if value.shape[:2] == mask.shape}
@@ -270,26 +265,14 @@ def _apart(exact: PreTrainedModel, sdpa: PreTrainedModel, batches: Batches) -> d
 def _compared(
     exact: PreTrainedModel, sdpa: PreTrainedModel | None, model: PreTrainedModel, batches: Batches
 ) -> dict[str, Any]:
-    """Finds category, reason and numbers of a model that has been loaded with the backend.
-
-    Args:
-        exact: the model with "eager" attention.
-        sdpa: the model with "sdpa"; None if it does not take it.
-        model: the model with the backend.
-        batches: for all of them.
-    """
+    """Finds category, reason and numbers of a model with the backend; `exact` is with "eager", sdpa None if refused."""
     inputs = batches["whole"][0]
     expected = run(exact, inputs)
     configure(model, FEW)
     with Watch().watching() as watch:
         change = distance(run(model, inputs), expected)
-    result: dict[str, Any] = {
-        "calls": watch.calls,
-        "estimated": watch.estimated,
-        "local": watch.local,
-        "own_attention": sorted(watch.silent),
-        "few": change,
-    }
+    result: dict[str, Any] = {"calls": watch.calls, "estimated": watch.estimated, "local": watch.local}
+    result |= {"own_attention": sorted(watch.silent), "few": change}
     if not watch.calls:
         if not watch.silent:
             return {**result, "category": "no attention", "reason": "no attention in this class"}
@@ -351,14 +334,8 @@ def _short(error: Exception) -> str:
 def generation(exact: PreTrainedModel, model: PreTrainedModel, inputs: dict[str, Any]) -> str:
     """Compares logits with a `FavorCache`, for a prompt and then token by token, with logits without a cache.
 
-    Args:
-        exact: the model with exact attention.
-        model: the model with the backend, its options set.
-        inputs: with `input_ids` `[B, L]`.
-
-    Returns:
-        "equal" with the number of layers that keep a state, "refused", "wrong" or "crash" with the reason, or "not run"
-        with the reason, for example if transformers' own cache does not give the logits without a cache either.
+    Gives "equal" with the number of layers that keep a state, "refused", "wrong" or "crash" with the reason, or "not
+    run" with the reason, for example if transformers' own cache does not give the logits without a cache either.
     """
     ids = inputs.get("input_ids")
     if ids is None or ids.ndim != 2 or len(inputs) > 1:
@@ -437,16 +414,13 @@ class Watch:
             self.estimated += 1
             return estimator(*args, **kwargs)
 
-        hooks = [register_module_forward_pre_hook(self._enter), register_module_forward_hook(self._leave)]
-        AttentionInterface.register(BACKEND, attention)
-        backend_module.favor_attention = estimate
-        try:
+        with contextlib.ExitStack() as stack:
+            stack.callback(register_module_forward_pre_hook(self._enter).remove)
+            stack.callback(register_module_forward_hook(self._leave).remove)
+            stack.callback(AttentionInterface.register, BACKEND, original)
+            stack.enter_context(mock.patch.object(backend_module, "favor_attention", estimate))
+            AttentionInterface.register(BACKEND, attention)
             yield self
-        finally:
-            AttentionInterface.register(BACKEND, original)
-            backend_module.favor_attention = estimator
-            for hook in hooks:
-                hook.remove()
 
     def _enter(self, module: nn.Module, args: Any) -> None:
         if _is_attention(module):
