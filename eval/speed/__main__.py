@@ -329,7 +329,7 @@ def explanation(arguments: argparse.Namespace) -> list[str]:
         "float64 on the cell's inputs: up to 64 query rows of one head, with a backward all gradients that follow from",
         f"them; landmarks on up to {methods.LANDMARKS_CHECKED:,} tokens. Largest relative error allowed:",
         f"{TOLERANCE[arguments.dtype]:g}, gradients twice that, performer-pytorch in half precision four times that,",
-        f"landmarks {methods.LANDMARKS_FACTOR:g} times that.",
+        f"landmarks at least {methods.LANDMARKS_TOLERANCE:g}.",
         "Peak memory: what a pass allocates at its highest point, output and gradients included, inputs not; on a CPU",
         "in a fresh process for each cell, by the high-water mark of its resident memory.",
     ]

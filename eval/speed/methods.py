@@ -34,9 +34,9 @@ SDPA = {
 GROUPS = ("favor", "sdpa", "eager", "performer")
 PERFORMER = "performer-pytorch"
 WARM_UP = 1024  # tokens, long enough that every part of each method runs
-# Landmarks are compared with their definition, which is quadratic, on a shorter cell, and not to the last digit: which
+# Landmarks are compared with their definition, which is quadratic, on a shorter cell, and at most to one percent: which
 # of two keys that are almost alike is chosen depends on rounding.
-LANDMARKS_CHECKED, LANDMARKS_FACTOR = 2048, 20.0
+LANDMARKS_CHECKED, LANDMARKS_TOLERANCE = 2048, 1e-2
 # Whole models: the shape of BERT-base, and of a decoder with grouped heads of the same size.
 MODELS = ("bert", "llama")
 BACKENDS = ("sdpa", "favor+", "favor++", "favor#")
@@ -88,7 +88,8 @@ class Method:
         name: name of its row in the tables.
         prepare: makes the function to time, and the float64 formula that gives the right output, for a cell.
         exponent: its time grows with this power of the length.
-        factor: factor of the tolerance of its check, in half precision; of landmarks in all types.
+        factor: factor of the tolerance of its check, in half precision.
+        least: smallest tolerance of its check.
         checked: greatest length of its check.
         refuses: says why the method cannot run a kind of cell; None if it can.
     """
@@ -97,15 +98,18 @@ class Method:
     prepare: Callable[[Cell], tuple[reference.Attend, reference.Formula]]
     exponent: int = 1
     factor: float = 1.0
+    least: float = 0.0
     checked: int | None = None
     refuses: Callable[[Cell], str | None] = lambda cell: None
 
-    def check(self, cell: Cell) -> reference.Check:
-        """Compares the method with its formula on inputs of a cell."""
+    def check(self, cell: Cell, formula: reference.Formula | None = None) -> reference.Check:
+        """Compares the method with its formula, or with another one, on inputs of a cell."""
         cell = replace(cell, length=min(cell.length, self.checked or cell.length))
-        factor = self.factor if self.checked or getattr(torch, cell.dtype).itemsize == 2 else 1.0
-        tokens = cell.inputs()[:3]
-        return reference.compare(*self.prepare(cell), *tokens, causal=cell.causal, factor=factor, seed=cell.seed)
+        attend, own = self.prepare(cell)
+        factor = self.factor if getattr(torch, cell.dtype).itemsize == 2 else 1.0
+        options = {"causal": cell.causal, "seed": cell.seed}
+        options["tolerance"] = max(self.least, factor * reference.TOLERANCE[cell.dtype])
+        return reference.compare(attend, formula or own, *cell.inputs()[:3], **options)
 
 
 def select(groups: Sequence[str], families: Sequence[str], device: str) -> list[Method]:
@@ -158,7 +162,7 @@ def favor_method(name: str) -> Method:
             f"expected features among {', '.join(known)}, alone, as NAME@WINDOW or as landmark+KEYS, got {name!r}"
         )
     prepare = partial(_favor, first, int(window or 0), int(keys) if plus else None)
-    own: dict[str, Any] = {"checked": LANDMARKS_CHECKED, "factor": LANDMARKS_FACTOR} if is_landmark else {}
+    own: dict[str, Any] = {"checked": LANDMARKS_CHECKED, "least": LANDMARKS_TOLERANCE} if is_landmark else {}
     return Method(f"favor:{name}", prepare, **own)
 
 

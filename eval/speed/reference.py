@@ -198,7 +198,7 @@ def compare(
     value: Tensor,
     *,
     causal: bool,
-    factor: float = 1.0,
+    tolerance: float,
     seed: int = 0,
 ) -> Check:
     """Runs `attend` once on `[B, H, L, d]` inputs and compares it with a formula in float64.
@@ -211,7 +211,7 @@ def compare(
         formula: gives the right output.
         query, key, value: the inputs; gradients are compared if they require them.
         causal: direction of the cell.
-        factor: factor of the tolerance.
+        tolerance: largest relative error of the output; gradients may have twice that.
         seed: draws the rows and the output gradient.
     """
     sample = Sample.draw(query, key, value, causal=causal, seed=seed)
@@ -229,7 +229,7 @@ def compare(
         wanted = (torch.zeros_like(sample.queries).index_put((sample.rows,), own[0]), *own[1:])
         for name, gradient, right in zip(("query", "key", "value"), found, wanted, strict=True):
             errors[name] = _worst_segment(gradient, place, right)
-    return Check(errors, factor * TOLERANCE[str(query.dtype).removeprefix("torch.")])
+    return Check(errors, tolerance)
 
 
 def _worst_segment(gradient: Tensor, place: tuple[int, int], expected: Tensor) -> float:

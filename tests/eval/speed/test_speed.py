@@ -103,8 +103,8 @@ def test_a_wrong_gradient_is_found(name, elsewhere):
         place = ("query", "key", "value").index(name)
         return attend(*(Spoil.apply(tensor) if number == place else tensor for number, tensor in enumerate(given)))
 
-    assert reference.compare(attend, formula, *inputs, causal=True).passed
-    check = reference.compare(spoiled, formula, *inputs, causal=True)
+    assert reference.compare(attend, formula, *inputs, causal=True, tolerance=5e-4).passed
+    check = reference.compare(spoiled, formula, *inputs, causal=True, tolerance=5e-4)
     assert not check.passed
     assert check.worst.endswith(f"of {name}")
 
@@ -120,9 +120,7 @@ def test_the_formula_is_what_is_computed_and_nothing_else(causal, name, wrong):
     cell = Cell(600, causal, True, heads=2, head_dim=8, num_features=24)
     method, other = by_name(f"favor:{name}"), by_name(f"favor:{wrong}")
     assert method.check(cell).passed
-    formula, inputs = method.prepare(cell)[1], cell.inputs()[:3]
-    options = {"causal": causal, "factor": method.factor}
-    assert not reference.compare(other.prepare(cell)[0], formula, *inputs, **options).passed
+    assert not other.check(cell, method.prepare(cell)[1]).passed
 
 
 @pytest.mark.parametrize("name", ["pos+64", "landmark@16", "landmark+64@16", "landmark+x", "pos@", "none", "relu"])
