@@ -63,12 +63,7 @@ BACKENDS = ("landmark", "favor#", "favor+")
 
 
 def rows(readings: Mapping[str, Reading], scores: Mapping[str, float]) -> list[list[str]]:
-    """Makes the cells of the table, one row per reader.
-
-    Args:
-        readings: by label.
-        scores: accuracy of the fine-tuned model by backend.
-    """
+    """Makes the cells of the table, one row per reader; `scores` are accuracies of the fine-tuned model by backend."""
     exact, found = readings[EXACT], []
     task = {reader.label: reader.backend for reader in READERS if reader.cut is None}
     for label, reading in readings.items():

@@ -168,13 +168,7 @@ def read_all(
 
 
 def count(readers: Sequence[Reader], documents: int, lengths: Sequence[int]) -> int:
-    """Counts the texts that `read_all` reads.
-
-    Args:
-        readers: with different labels.
-        documents: number of documents.
-        lengths: other numbers of tokens.
-    """
+    """Counts the texts that `read_all` reads of so many documents."""
     return len(readers) * (2 * documents + len(lengths) * min(TIMED, documents))
 
 
@@ -256,15 +250,7 @@ class Switched:
 
 
 def train(model: Path, data_dir: Path, folder: Path, steps: int, seed: int) -> dict[str, Any]:
-    """Runs `favor.train.glue` with exact attention; returns its results.
-
-    Args:
-        model: folder of the pretrained model.
-        data_dir: folder of the data.
-        folder: of the results.
-        steps: number of optimizer steps.
-        seed: of the training.
-    """
+    """Runs `favor.train.glue` with exact attention on the data of `generate`; returns its results."""
     command: list[object] = ["--model_name_or_path", model, "--attn_implementation", "sdpa"]
     command += ["--task_name", TASK, "--data_dir", data_dir, "--max_length", MAX_LENGTH]
     command += ["--max_train_steps", steps, "--per_device_train_batch_size", BATCH_SIZE, "--dropout", 0]
