@@ -46,6 +46,10 @@ class Shape:
 
 # A decoder with the heads of the global layers of Gemma 3 270M is the last one.
 SHAPES = {"grouped": Shape(2, 768, 12, 4, 64), "llama": Shape(4, 512, 8, 8, 64), "gemma": Shape(4, 512, 4, 1, 256)}
+TOKENS = 24  # after each context, all but two of them timed
+TOLERANCE = 1e-3
+SEED = 0
+VOCABULARY = 1000
 # The options that each backend takes.
 BACKENDS = {"favor+": ("num_features", "window"), "landmark": ("selected_keys",)}
 
@@ -61,19 +65,13 @@ def parse_arguments(words: Sequence[str]) -> argparse.Namespace:
     add("--num_features", type=int, default=256, help="random features per head")
     add("--window", type=int, default=0, help="tokens of exact blocks; 0: no blocks")
     add("--selected_keys", type=int, help="keys that a block chooses; default: that of the method")
-    add("--tokens", type=int, default=24, help="tokens after each context, most of them timed; at least 3")
     add("--device", default="cpu", help="device to run on")
     add_results(parser, "generation_cpu")
     given = parser.parse_args(words)
-    if min(*given.lengths, given.num_features) < 1 or given.tokens < 3 or given.window < 0:
-        parser.error("--tokens must be at least 3, --window not negative, all other sizes at least 1")
+    if min(*given.lengths, given.num_features) < 1 or given.window < 0:
+        parser.error("--window must not be negative, --lengths and --num_features at least 1")
     given.lengths = sorted(set(given.lengths))
     return given
-
-
-TOLERANCE = 1e-3
-SEED = 0
-VOCABULARY = 1000
 
 
 def build(shape: Shape, longest: int, device: str) -> LlamaModel:
@@ -132,17 +130,11 @@ class Way:
 
 @torch.no_grad()
 def measure(shape: Shape, backend: str, context: int, given: argparse.Namespace) -> dict[str, float]:
-    """Measures milliseconds of a token, and bytes of the cache, with exact attention and with a backend.
+    """Measures milliseconds of a token and bytes of the cache after a context, with exact attention and with a backend.
 
     Also gives the error of the last hidden state with a `FavorCache`, relative to a full pass without a cache.
-
-    Args:
-        shape: sizes of the decoder.
-        backend: one of `BACKENDS`.
-        context: tokens before those that are timed.
-        given: arguments of the program.
     """
-    length = context + given.tokens
+    length = context + TOKENS
     ids = torch.randint(VOCABULARY, (1, length), generator=torch.Generator().manual_seed(SEED)).to(given.device)
     model = build(shape, length, given.device)
     model.set_attn_implementation("sdpa")
@@ -194,7 +186,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "",
         f"Random weights, float32, one sequence; {shapes}. `favor+` with {given.num_features} features and window "
         f"{given.window}, `landmark` with {selected} selected keys. Exact attention has a DynamicCache, a backend a "
-        f"FavorCache. Medians of {given.tokens - 2} tokens after a context, the two in turns. The error is that of the "
+        f"FavorCache. Medians of {TOKENS - 2} tokens after a context, the two in turns. The error is that of the "
         "last hidden state against a full pass without a cache.",
         "",
         *report.table(header, [shown(row) for row in rows]),

@@ -5,7 +5,7 @@
 
 Utterances of one speaker's chapters, in order, make one recording. Each cell runs in processes of its own on the CPU,
 one for its time and one for its memory. Nothing is timed unless, at the shortest duration, all logits are finite and
-those of sdpa and eager agree. A cell that needs too much memory is skipped or fails; the others still run.
+those of sdpa and eager agree. A cell that needs too much memory fails; the others still run.
 """
 
 from __future__ import annotations
@@ -13,38 +13,32 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from matplotlib.figure import Figure
 
 from favor.eval.common import report
+from favor.eval.common.isolated import Failure, isolated, unavailable
 from favor.eval.common.launch import Backend
 from favor.eval.common.program import add_results
-from favor.eval.speech import long_form_report
-from favor.eval.speech.long_form_cell import (
-    RATE,
-    Failure,
-    Recording,
-    Setup,
-    available,
-    check,
-    isolated,
-    measure_memory,
-    measure_time,
-    transcripts,
-)
-from favor.models.conformer import ConformerConfig, ConformerFeatureExtractor
-from favor.models.conformer.configuration_conformer import subsampled_frames
+from favor.eval.speech.long_form_cell import Recording, Setup, check, measure_memory, measure_time, transcripts
+from favor.models.conformer import ConformerConfig
 from favor.train.common.program import Parser, program
-from favor.train.speech.arguments import SIZES
 from favor.train.speech.data import Utterance
 from favor.train.speech.sources import load_speech
 from favor.train.speech.word_errors import word_errors
 from favor_command.saved import read_config
 
 EXACT = ("sdpa", "eager")
+TOLERANCE = 1e-3
+# Passes over recordings of up to 2 minutes, and over longer ones.
+REPEATS, LONG_REPEATS = 3, 1
+# Of eager attention's peak memory, what a linear one may need.
+MEMORY_SHARE = 0.25
+Cell = dict[str, Any]
 
 
 def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
@@ -53,20 +47,13 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     add = parser.add_argument
     add("--minutes", type=float, nargs="+", default=[1, 2, 5, 10, 20, 60], metavar="M", help="minutes of audio")
     add("--backends", nargs="+", default=["favor#", *EXACT], help="sdpa, eager, favor#, favor+, favor++, favor#:sderf")
-    add("--preset", choices=SIZES, default="small", help="size of a model with random weights")
-    add("--model_name_or_path", help="a trained ConformerForCTC in place of the preset")
-    add("--num_features", type=int, default=128, help="random features per head of the FAVOR backends")
+    Setup.add_options(parser)
     add("--data_dir", type=Path, help="LibriSpeech's folder or one with manifests; default: noise")
     add("--split", default="test", help="split of the data")
     add("--max_gigabytes", type=float, default=16.0, help="greatest memory of a process, without its libraries")
     add("--max_exact_minutes", type=float, default=20.0, help="longest audio for sdpa and eager")
-    add("--repeats", type=int, default=3, help="passes over recordings of up to 2 minutes")
-    add("--long_repeats", type=int, default=1, help="passes over longer recordings")
-    add("--threads", type=int, help="CPU threads; default: those of torch")
-    add("--seed", type=int, default=0, help="seed of all random choices")
     add_results(parser, "long_form_cpu")
     arguments = parser.parse_args(argv)
-    arguments.threads = torch.get_num_threads() if arguments.threads is None else arguments.threads
     try:
         arguments.backends = [Backend.parse(text) for text in dict.fromkeys(arguments.backends)]
     except ValueError as error:
@@ -74,51 +61,20 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     arguments.minutes = sorted(set(arguments.minutes))
     if min(*arguments.minutes, arguments.max_gigabytes, arguments.max_exact_minutes) <= 0:
         parser.error("--minutes, --max_gigabytes and --max_exact_minutes must be positive")
-    if min(arguments.repeats, arguments.long_repeats, arguments.threads, arguments.num_features) < 1:
-        parser.error("--repeats, --long_repeats, --threads and --num_features must be at least 1")
-
-    if (problem := available()) is not None:
+    if min(arguments.threads, arguments.num_features) < 1:
+        parser.error("--threads and --num_features must be at least 1")
+    if (problem := unavailable()) is not None:
         parser.error(problem)
     return arguments
 
 
-TOLERANCE = 1e-3
-# Logits, their scaled copy or softmax, and the rest of an earlier one: about three matrices L x L per head.
-EAGER_MATRICES = 3
-
-
 def longest_speaker(utterances: Sequence[Utterance]) -> list[Utterance]:
     """Selects the utterances of the speaker who speaks longest, in order of chapters and names."""
-    lengths: dict[str, float] = {}
+    speakers: dict[str, list[Utterance]] = {}
     for utterance in utterances:
-        speaker = utterance.speaker or ""
-        lengths[speaker] = lengths.get(speaker, 0.0) + (utterance.seconds or 0.0)
-    chosen = max(lengths, key=lambda speaker: lengths[speaker])
-    own = [utterance for utterance in utterances if (utterance.speaker or "") == chosen]
+        speakers.setdefault(utterance.speaker or "", []).append(utterance)
+    own = max(speakers.values(), key=lambda spoken: sum(utterance.seconds or 0.0 for utterance in spoken))
     return sorted(own, key=lambda utterance: (utterance.chapter or "", utterance.id))
-
-
-def encoder_frames(recording: Recording) -> int:
-    """Counts the encoder frames L of a recording, with the default windows and subsampling."""
-    return subsampled_frames(ConformerFeatureExtractor().num_frames(round(recording.seconds * RATE)))
-
-
-def refusal(backend: Backend, minutes: float, frames: int, heads: int, arguments: argparse.Namespace) -> str | None:
-    """Says why a cell is not tried; None if it is tried.
-
-    Args:
-        backend: backend of the cell.
-        minutes: length of its recording.
-        frames: frames of the encoder, L.
-        heads: heads of attention; eager needs three matrices of heads x L x L numbers.
-        arguments: with `max_gigabytes` and `max_quadratic_minutes`.
-    """
-    if backend.name in EXACT and minutes > arguments.max_exact_minutes:
-        return f"its time is quadratic, the limit is {arguments.max_exact_minutes:g} minutes"
-    needed = EAGER_MATRICES * 4.0 * heads * frames**2 / 1e9 if backend.name == "eager" else 0.0
-    if needed > arguments.max_gigabytes:
-        return f"it needs about {needed:.3g} GB, the limit is {arguments.max_gigabytes:g} GB"
-    return None
 
 
 def problem(answer: dict[str, Any] | Failure) -> str | None:
@@ -135,8 +91,8 @@ def problem(answer: dict[str, Any] | Failure) -> str | None:
 
 
 def run_cell(
-    arguments: argparse.Namespace, setup: Setup, backend: Backend, minutes: float, recording: Recording, heads: int
-) -> dict[str, Any]:
+    arguments: argparse.Namespace, setup: Setup, backend: Backend, minutes: float, recording: Recording
+) -> Cell:
     """Measures one cell; its "status" is "ok", "failed" or "skipped", the last two with a "reason".
 
     Args:
@@ -145,17 +101,14 @@ def run_cell(
         backend: backend of the cell.
         minutes: length of the recording.
         recording: the audio.
-        heads: heads of attention.
     """
-    frames = encoder_frames(recording)
-    cell: dict[str, Any] = {"backend": backend.label, "minutes": minutes, "seconds": recording.seconds}
-    cell |= {"frames": frames, "repeated": recording.repeated}
-    if (reason := refusal(backend, minutes, frames, heads, arguments)) is not None:
+    cell: Cell = {"backend": backend.label, "minutes": minutes, "seconds": recording.seconds}
+    cell |= {"repeated": recording.repeated}
+    if backend.name in EXACT and minutes > arguments.max_exact_minutes:
+        reason = f"its time is quadratic, the limit is {arguments.max_exact_minutes:g} minutes"
         return cell | {"status": "skipped", "reason": reason}
-    repeats = arguments.repeats if minutes <= 2 else arguments.long_repeats
-    limit = 1e9 * arguments.max_gigabytes
-    found = isolated(limit, setup.threads, measure_time, setup, backend, recording, repeats)
-    memory = found
+    repeats, limit = REPEATS if minutes <= 2 else LONG_REPEATS, 1e9 * arguments.max_gigabytes
+    memory = found = isolated(limit, setup.threads, measure_time, setup, backend, recording, repeats)
     if not isinstance(found, Failure):
         memory = isolated(limit, setup.threads, measure_memory, setup, backend, recording)
     if isinstance(memory, Failure):
@@ -163,7 +116,7 @@ def run_cell(
     return cell | {"status": "ok", "repeats": repeats, **found, "bytes": memory}
 
 
-def add_word_errors(cells: list[dict[str, Any]], setup: Setup, backends: Sequence[Backend], recordings: Any) -> None:
+def add_word_errors(cells: list[Cell], setup: Setup, backends: Sequence[Backend], recordings: Any) -> None:
     """Adds "wer" of the long pass and "utterance_wer" of its utterances one by one, as fractions (less is better).
 
     Args:
@@ -191,7 +144,7 @@ def add_word_errors(cells: list[dict[str, Any]], setup: Setup, backends: Sequenc
             cell["wer"] = word_errors([recording.text], [cell["text"]]).rate
 
 
-def progress(cell: dict[str, Any]) -> str:
+def progress(cell: Cell) -> str:
     """Describes one cell in a line."""
     name = f"{cell['backend']} at {cell['minutes']:g} minutes"
     if cell["status"] != "ok":
@@ -200,68 +153,194 @@ def progress(cell: dict[str, Any]) -> str:
     return f"{name}: {clocks}, {cell['bytes']['pass'] / 1e6:.4g} MB"
 
 
-def make_recordings(arguments: argparse.Namespace) -> dict[float, Recording]:
-    """Makes a recording of each duration, by minutes; raises ValueError for data that cannot be read."""
-    if arguments.data_dir is None:
-        return {minutes: Recording(60 * minutes, seed=arguments.seed) for minutes in arguments.minutes}
-    utterances = longest_speaker(load_speech(arguments.data_dir, arguments.split)[0])
-    return {minutes: Recording.of(utterances, 60 * minutes) for minutes in arguments.minutes}
-
-
-def attention_heads(setup: Setup) -> int:
-    """Counts the attention heads; raises ValueError if a checkpoint is not a `ConformerForCTC` that is not causal."""
+def check_model(setup: Setup) -> None:
+    """Raises ValueError if a checkpoint is not a `ConformerForCTC` that is not causal."""
     if setup.model_name_or_path is None:
-        return ConformerConfig.preset(setup.preset).num_attention_heads
+        return
     config = read_config(setup.model_name_or_path)
     if not isinstance(config, ConformerConfig) or config.architectures != ["ConformerForCTC"] or config.causal:
         raise ValueError(
             f"model_name_or_path must be a ConformerForCTC that is not causal, got {config.architectures}, "
             f"causal={getattr(config, 'causal', None)}, in {setup.model_name_or_path}."
         )
-    return config.num_attention_heads
+
+
+def report_lines(
+    cells: Sequence[Cell], check: dict[str, Any], setup: Setup, arguments: argparse.Namespace, load: Sequence[float]
+) -> list[str]:
+    """Writes the Markdown report.
+
+    Args:
+        cells: all cells, in order.
+        check: from `long_form_cell.check`.
+        setup: the model.
+        arguments: of the program.
+        load: load average of the machine before and after.
+    """
+    audio = "noise"
+    if arguments.data_dir is not None:
+        audio = f"utterances of one speaker of {arguments.split}, one after another"
+    settings = (
+        f"ConformerForCTC, {setup.label}; {setup.num_features} features in the FAVOR backends, float32, batch 1, no "
+        f"padding; audio: {audio}. Medians of {REPEATS} passes up to 2 minutes and {LONG_REPEATS} "
+        "above. Time and memory of a cell each come from a process of its own, after one short pass; the features' "
+        "time is not in that of the pass. Memory is the high-water mark of resident memory, while free blocks go back "
+        f"to the system at once. A process may take {arguments.max_gigabytes:g} GB beyond its libraries. "
+        f"{report.load_line(load, 'a pass', 'seconds')}"
+    )
+    distances = [
+        f"logits of {label} differ from those of sdpa by {distance:.2g} (relative norm)"
+        for label, distance in check["distance"].items()
+        if distance is not None and label != "sdpa"
+    ]
+    lines = ["# Whole chapters in one pass", "", settings, ""]
+    if distances:
+        lines += [f"At {cells[0]['minutes']:g} minutes {', '.join(distances)}.", ""]
+    lines += ["Seconds of one pass, in brackets of the CPU alone:", "", *_table(cells, _time)]
+    memory = "Peak memory of one pass in MB (10^6 bytes; output included, features not), in brackets over the loaded"
+    lines += [f"{memory} model, audio and features included:", "", *_table(cells, _memory)]
+    lines += ["Recordings and their features:", "", *_features(cells), ""]
+    if any("wer" in cell for cell in cells):
+        title = "Word error rate of the long pass in percent, in brackets of the same utterances one by one:"
+        lines += [title, "", *_table(cells, _words)]
+    if missing := [cell for cell in cells if cell["status"] != "ok"]:
+        lines += ["Skipped or failed:", "", *(f"- {progress(cell)}" for cell in missing)]
+    return lines
+
+
+def _table(cells: Sequence[Cell], show: Callable[[Cell], str]) -> list[str]:
+    """Writes a row per duration and a column per backend."""
+    labels = list(dict.fromkeys(cell["backend"] for cell in cells))
+    known = {(cell["minutes"], cell["backend"]): cell for cell in cells}
+    minutes = dict.fromkeys(cell["minutes"] for cell in cells)
+    shown = {place: show(cell) if cell["status"] == "ok" else cell["status"] for place, cell in known.items()}
+    rows = [[f"{each:g}", *(shown[each, label] for label in labels)] for each in minutes]
+    return [*report.table(["minutes", *labels], rows), ""]
+
+
+def _time(cell: Cell) -> str:
+    return f"{cell['pass']['seconds']:.3g} ({cell['pass']['cpu_seconds']:.3g})"
+
+
+def _memory(cell: Cell) -> str:
+    return f"{cell['bytes']['pass'] / 1e6:.0f} ({cell['bytes']['total'] / 1e6:.0f})"
+
+
+def _words(cell: Cell) -> str:
+    return f"{100 * cell['wer']:.1f} ({100 * cell['utterance_wer']:.1f})" if "wer" in cell else "-"
+
+
+def _features(cells: Sequence[Cell]) -> list[str]:
+    """Writes a row per duration, with numbers of the first backend that ran."""
+    rows: dict[float, list[str]] = {}
+    for cell in sorted(cells, key=lambda cell: cell["status"] != "ok"):
+        numbers = ["-"] * 4
+        if cell["status"] == "ok":
+            times = [f"{cell['features'][clock]:.3g}" for clock in ("seconds", "cpu_seconds")]
+            numbers = [str(cell["frames"]), *times, f"{cell['bytes']['features'] / 1e6:.0f}"]
+        told = "yes" if cell["repeated"] else "no"
+        rows.setdefault(cell["minutes"], [f"{cell['minutes']:g}", f"{cell['seconds']:.0f}", told, *numbers])
+    header = ["minutes", "seconds of audio", "utterances repeated", "encoder frames L"]
+    header += ["features, s", "features, s of the CPU", "features, peak MB"]
+    return report.table(header, [rows[minutes] for minutes in sorted(rows)])
+
+
+def checks(cells: Sequence[Cell], max_gigabytes: float) -> list[report.Check]:
+    """Checks the first FAVOR backend against exact attention at the longest duration that both have run."""
+    favors = [cell for cell in cells if cell["backend"] not in EXACT]
+    if not favors:
+        return []
+    label = favors[0]["backend"]
+    done = {(cell["backend"], cell["minutes"]): cell for cell in cells if cell["status"] == "ok"}
+    longest = max((cell for cell in favors if cell["backend"] == label), key=lambda cell: cell["minutes"])
+    ok = longest["status"] == "ok"
+    peak = longest["bytes"]["resident"] / 1e9 if ok else float("inf")
+    statement = f"{label} transcribes {longest['minutes']:g} minutes in one pass within {max_gigabytes:g} GB"
+    numbers = f"{peak:.3g} GB resident, libraries included" if ok else longest["reason"]
+    found = [report.Check(statement, numbers, peak <= max_gigabytes)]
+    last: dict[str, float] = {}  # by backend, the longest duration that both have run
+    for name in EXACT:
+        both = [minutes for other, minutes in done if other == name and (label, minutes) in done]
+        last |= {name: max(both)} if both else {}
+    if "eager" in last:
+        here, there = (done[name, last["eager"]]["bytes"] for name in (label, "eager"))
+        share = here["pass"] / there["pass"]
+        statement = f"at {last['eager']:g} minutes {label} needs at most {MEMORY_SHARE:g} of eager's peak memory"
+        numbers = f"{here['pass'] / 1e6:.0f} of {there['pass'] / 1e6:.0f} MB, {share:.3f}; over the loaded model "
+        numbers += f"{here['total'] / there['total']:.3f}"
+        found.append(report.Check(statement, numbers, share <= MEMORY_SHARE))
+    for minutes in sorted(set(last.values())):
+        if ("sdpa", minutes) in done:
+            mine, other = (done[name, minutes]["pass"] for name in (label, "sdpa"))
+            numbers = f"{mine['seconds']:.3g} and {other['seconds']:.3g} s, of the CPU {mine['cpu_seconds']:.3g} and "
+            statement = f"at {minutes:g} minutes {label} takes less time than sdpa"
+            holds = mine["seconds"] < other["seconds"]
+            found.append(report.Check(statement, f"{numbers}{other['cpu_seconds']:.3g} s", holds))
+    return found
+
+
+def plot(cells: Sequence[Cell], path: Path) -> None:
+    """Draws time and peak memory of a pass over minutes of audio, all axes logarithmic; nothing if no cell has run."""
+    done = [cell for cell in cells if cell["status"] == "ok"]
+    if not done:
+        return
+    figure = Figure(figsize=(9, 3.8))
+    left, right = figure.subplots(1, 2)
+    for label in dict.fromkeys(cell["backend"] for cell in done):
+        own = [cell for cell in done if cell["backend"] == label]
+        minutes = [cell["seconds"] / 60 for cell in own]
+        style = {"linestyle": "-" if label.startswith("favor") else "--", "marker": "o", "markersize": 4}
+        left.plot(minutes, [cell["pass"]["seconds"] for cell in own], label=label, **style)
+        right.plot(minutes, [cell["bytes"]["pass"] / 1e6 for cell in own], label=label, **style)
+    for axes, name in ((left, "time of a pass, s"), (right, "peak memory of a pass, MB")):
+        axes.set(xscale="log", yscale="log", xlabel="minutes of audio", ylabel=name)
+        ticks = sorted({cell["minutes"] for cell in done})
+        axes.set_xticks(ticks, [f"{minutes:g}" for minutes in ticks])
+        axes.minorticks_off()
+        axes.grid(alpha=0.3)
+        axes.legend(fontsize=9)
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the program; returns the exit code, 1 if a check does not hold."""
     words = sys.argv[1:] if argv is None else list(argv)
     arguments = parse_arguments(words)
-    given = ("preset", "model_name_or_path", "num_features", "seed", "threads")
-    setup = Setup(**{name: getattr(arguments, name) for name in given})
+    setup = Setup.of(arguments)
     torch.set_num_threads(setup.threads)
-    heads, recordings = attention_heads(setup), make_recordings(arguments)
+    check_model(setup)
+    recordings = {minutes: Recording(60 * minutes) for minutes in arguments.minutes}
+    if arguments.data_dir is not None:
+        utterances = longest_speaker(load_speech(arguments.data_dir, arguments.split)[0])
+        recordings = {minutes: Recording.of(utterances, 60 * minutes) for minutes in arguments.minutes}
     load = [os.getloadavg()[0]]
-    shortest = recordings[arguments.minutes[0]]
-    tried = (arguments.minutes[0], encoder_frames(shortest), heads, arguments)
-    checked = [backend for backend in arguments.backends if refusal(backend, *tried) is None]
-    answer = isolated(None, setup.threads, check, setup, checked, shortest)
+    shortest = arguments.minutes[0]
+    tried = [own for own in arguments.backends if own.name not in EXACT or shortest <= arguments.max_exact_minutes]
+    answer = isolated(None, setup.threads, check, setup, tried, recordings[shortest])
     if (wrong := problem(answer)) is not None:
-        print(f"{arguments.minutes[0]:g} minutes: {wrong}: no times are given")
+        print(f"{shortest:g} minutes: {wrong}: no times are given")
         return 1
     cells = []
     for minutes, recording in recordings.items():
         for backend in arguments.backends:
-            cells.append(run_cell(arguments, setup, backend, minutes, recording, heads))
+            cells.append(run_cell(arguments, setup, backend, minutes, recording))
             print(progress(cells[-1]), flush=True)
     if setup.model_name_or_path is not None and arguments.data_dir is not None:
         add_word_errors(cells, setup, arguments.backends, recordings)
     load.append(os.getloadavg()[0])
-    folders = ["--data_dir"]
-    if setup.model_name_or_path is not None and Path(setup.model_name_or_path).is_dir():
-        folders.append("--model_name_or_path")
-    command = report.shown_command("favor.eval.long_form", words, folders, ["--output_dir"])
-    found = long_form_report.checks(cells, arguments.max_gigabytes)
-    lines = long_form_report.lines(cells, answer, arguments, load)
+    command = report.shown_command("favor.eval.long_form", words, ["--data_dir", *setup.folders], ["--output_dir"])
     content = {
         **report.context(command, ("transformers", "numpy")),
-        "seed": arguments.seed,
-        "preset": None if setup.model_name_or_path else setup.preset,
-        "num_features": setup.num_features,
+        **setup.facts(),
         "load": load,
         "check": answer,
         "cells": [{key: value for key, value in cell.items() if key != "text"} for cell in cells],
     }
+    lines = report_lines(cells, answer, setup, arguments, load)
+    found = checks(cells, arguments.max_gigabytes)
     report.write(arguments.output_dir, arguments.name, lines, content, found)
-    long_form_report.plot(cells, arguments.output_dir / f"{arguments.name}.png")
+    plot(cells, arguments.output_dir / f"{arguments.name}.png")
     print("\n".join(["", *lines, "", *(each.line() for each in found)]))
     return int(not all(each.holds for each in found))
 

@@ -24,17 +24,11 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = Parser("favor.eval.small_decoder", __doc__)
     parser.add_argument("--text", required=True, help="UTF-8 text, plain, .gz or .xz")
     parser.add_argument("--output_dir", required=True, type=Path, help="folder of the results")
-    parser.add_argument("--vocab_size", type=int, default=4096, help="tokens of the vocabulary")
-    parser.add_argument("--hidden_size", type=int, default=256, help="width of the model")
-    parser.add_argument("--num_hidden_layers", type=int, default=4, help="layers of the model")
-    parser.add_argument("--num_attention_heads", type=int, default=4, help="attention heads")
-    parser.add_argument("--num_key_value_heads", type=int, default=2, help="heads of keys and values")
-    parser.add_argument("--max_position_embeddings", type=int, default=8192, help="longest sequence")
-    parser.add_argument("--seed", type=int, default=0, help="seed of the weights")
     return parser.parse_args(argv)
 
 
 END = "<|endoftext|>"
+VOCABULARY, WIDTH, LAYERS, HEADS, KEY_HEADS, LONGEST, SEED = 4096, 256, 4, 4, 2, 8192, 0
 
 
 def make_tokenizer(text: str, vocab_size: int) -> PreTrainedTokenizerFast:
@@ -48,21 +42,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Writes the folder."""
     given = parse_arguments(argv)
     check_new(given.output_dir)
-    tokenizer = make_tokenizer(read_text(given.text), given.vocab_size)
+    tokenizer = make_tokenizer(read_text(given.text), VOCABULARY)
     config = LlamaConfig(
         vocab_size=len(tokenizer),
-        hidden_size=given.hidden_size,
-        intermediate_size=given.hidden_size * 11 // 4,
-        num_hidden_layers=given.num_hidden_layers,
-        num_attention_heads=given.num_attention_heads,
-        num_key_value_heads=given.num_key_value_heads,
-        max_position_embeddings=given.max_position_embeddings,
+        hidden_size=WIDTH,
+        intermediate_size=WIDTH * 11 // 4,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=HEADS,
+        num_key_value_heads=KEY_HEADS,
+        max_position_embeddings=LONGEST,
         tie_word_embeddings=True,
         bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=None,
     )
-    torch.manual_seed(given.seed)
+    torch.manual_seed(SEED)
     model = LlamaForCausalLM(config)
     model.save_pretrained(given.output_dir)
     tokenizer.save_pretrained(given.output_dir)

@@ -16,7 +16,6 @@ import statistics
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -25,16 +24,21 @@ from torch import Tensor
 
 import favor
 from favor.eval.common import report
+from favor.eval.common.launch import Backend
 from favor.eval.common.program import add_results
-from favor.models.conformer import ConformerConfig, ConformerFeatureExtractor, ConformerForCTC, ConformerStream
+from favor.eval.speech.long_form_cell import RATE, SEED, Setup, noise
+from favor.models.conformer import ConformerFeatureExtractor, ConformerForCTC, ConformerStream
 from favor.train.common.program import Parser, program
-from favor.train.speech.arguments import SIZES
-from favor_command.saved import load_model, load_processor
 
 EXACT = "sdpa"
 BACKENDS = ("favor+", "favor++", "favor#", EXACT)
 # Audio before the first piece that is timed, so that every piece of the length of an encoder frame gives a frame.
 START_SECONDS = 1.28
+# Audio of the comparison with a whole pass, and the difference of logits that is allowed.
+CHECK_SECONDS, TOLERANCE = 5.0, 1e-3
+REPEATS = 40  # pieces that are timed in each measurement
+ADVANCE_SECONDS = 5.12  # of a piece between the measurements, where nothing is timed
+GROWTH = 1.5
 
 
 def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
@@ -42,115 +46,50 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     parser = Parser("favor.eval.streaming", __doc__)
     add = parser.add_argument
     add("--pieces_ms", type=int, nargs="+", default=[40, 80, 160, 320, 640], metavar="MS", help="lengths of pieces")
-    add(
-        "--minutes",
-        type=float,
-        nargs="+",
-        default=[0, 0.5, 2, 5],
-        metavar="M",
-        help="minutes of audio after which pieces are timed",
-    )
+    minutes = "minutes of audio after which pieces are timed"
+    add("--minutes", type=float, nargs="+", default=[0, 0.5, 2, 5], metavar="M", help=minutes)
     add("--backends", nargs="+", choices=BACKENDS, default=["favor+", "favor#", EXACT], help="backends to compare")
-    add(
-        "--preset",
-        choices=SIZES,
-        default="small",
-        help="size of a causal model with random weights",
-    )
-    add("--model_name_or_path", help="a trained causal ConformerForCTC in place of the preset")
-    add("--num_features", type=int, default=128, help="random features per head of the FAVOR backends")
-    add("--repeats", type=int, default=40, help="pieces that are timed in each measurement")
-    add("--check_seconds", type=float, default=5.0, help="seconds of audio for the comparison with a whole pass")
-    add("--threads", type=int, help="CPU threads; default: those of torch")
-    add("--seed", type=int, default=0, help="seed of all random choices")
+    Setup.add_options(parser)
     add_results(parser, "streaming_cpu")
     arguments = parser.parse_args(argv)
-    arguments.threads = torch.get_num_threads() if arguments.threads is None else arguments.threads
     for name in ("pieces_ms", "minutes", "backends"):
-        setattr(arguments, name, sorted(set(getattr(arguments, name)), key=getattr(arguments, name).index))
+        setattr(arguments, name, list(dict.fromkeys(getattr(arguments, name))))
     arguments.minutes.sort()
-    if min(*arguments.pieces_ms, arguments.repeats, arguments.threads, arguments.num_features) < 1:
-        parser.error("--pieces_ms, --repeats, --threads and --num_features must be at least 1")
-    if arguments.minutes[0] < 0 or arguments.check_seconds < START_SECONDS:
-        parser.error(f"--minutes must not be negative, --check_seconds at least {START_SECONDS:g}")
+    if min(*arguments.pieces_ms, arguments.threads, arguments.num_features) < 1:
+        parser.error("--pieces_ms, --threads and --num_features must be at least 1")
+    if arguments.minutes[0] < 0:
+        parser.error("--minutes must not be negative")
     return arguments
 
 
-RATE = 16000
-TOLERANCE = 1e-3
-GROWTH = 1.5
-# Seconds of a piece between the measurements, where nothing is timed.
-ADVANCE_SECONDS = 5.12
+def make_extractor(setup: Setup) -> ConformerFeatureExtractor:
+    """Loads or makes the feature extractor; raises ValueError if that of a checkpoint cannot stream."""
+    extractor = setup.extractor()
+    if extractor.normalize != "none":
+        raise ValueError(
+            f'model_name_or_path must be a model for streaming, with features of normalize="none"; those of '
+            f"{setup.model_name_or_path} have {extractor.normalize!r}."
+        )
+    return extractor
 
 
-def noise(seconds: float, seed: int) -> np.ndarray:
-    """Draws noise, `[n]` float32 at 16 kHz."""
-    return 0.1 * np.random.default_rng(seed).standard_normal(round(seconds * RATE), dtype=np.float32)
-
-
-def make_extractor(arguments: argparse.Namespace) -> ConformerFeatureExtractor:
-    """Loads the checkpoint's feature extractor, or makes one with mean and deviation of noise.
-
-    Raises:
-        ValueError: if the checkpoint's extractor cannot stream.
-    """
-    if arguments.model_name_or_path is not None:
-        extractor = load_processor(arguments.model_name_or_path, ConformerFeatureExtractor)
-        if extractor.normalize != "none":
-            raise ValueError(
-                f'model_name_or_path must be a model for streaming, with features of normalize="none"; those of '
-                f"{arguments.model_name_or_path} have {extractor.normalize!r}."
-            )
-        return extractor
-    return ConformerFeatureExtractor.measured([noise(10.0, arguments.seed + 1)])
-
-
-def build(backend: str, extractor: ConformerFeatureExtractor, arguments: argparse.Namespace) -> ConformerForCTC:
-    """Makes the causal model in evaluation mode; the parameters of favor++ and favor# are calibrated on noise.
-
-    Args:
-        backend: the attention.
-        extractor: makes features of the noise.
-        arguments: of the program.
-    """
-    torch.manual_seed(arguments.seed)
-    if arguments.model_name_or_path is not None:
-        saved = {"dtype": torch.float32, "attn_implementation": backend}
-        model = load_model(ConformerForCTC, arguments.model_name_or_path, **saved)
-    else:
-        model = ConformerForCTC(ConformerConfig.preset(arguments.preset, causal=True, attn_implementation=backend))
-    options = {"num_features": arguments.num_features, "exact_below": 0}
-    if arguments.model_name_or_path is None:
-        options["seed"] = arguments.seed  # a trained model keeps its own directions
+def build(backend: str, extractor: ConformerFeatureExtractor, setup: Setup) -> ConformerForCTC:
+    """Makes the causal model in evaluation mode; the parameters of favor++ and favor# are calibrated on noise."""
+    model = setup.build(Backend(backend))
     calibrated = (model.config.favor or {}).get("statistics") == "calibrated"
     if backend in ("favor#", "favor++") and not calibrated:
-        batch = extractor(noise(30.0, arguments.seed + 2), sampling_rate=RATE)
-        favor.calibrate(model, [dict(batch)], attn_implementation=backend, **options)
-    elif backend != EXACT:
-        favor.configure(model, **options)
+        batch = extractor(noise(30.0, SEED + 2), sampling_rate=RATE)
+        favor.calibrate(model, [dict(batch)], attn_implementation=backend)
     return model.eval()
 
 
 def feed(stream: ConformerStream, audio: np.ndarray, samples: int) -> Tensor:
-    """Gives the logits `[1, L, V]` of audio that a stream reads in pieces.
-
-    Args:
-        stream: of the model.
-        audio: `[n]`.
-        samples: length of a piece.
-    """
+    """Gives the logits `[1, L, V]` of audio `[n]` that a stream reads in pieces of so many samples."""
     return torch.cat([stream.feed(audio[start : start + samples]) for start in range(0, len(audio), samples)], dim=1)
 
 
 def difference(model: Any, extractor: ConformerFeatureExtractor, audio: np.ndarray, piece: int) -> float:
-    """Computes the greatest difference between logits of a stream and of a whole pass; inf if the frames differ.
-
-    Args:
-        model: the causal model.
-        extractor: its feature extractor.
-        audio: `[n]`.
-        piece: samples of a piece.
-    """
+    """Computes the greatest difference between logits of a stream and of a whole pass; inf if the frames differ."""
     with torch.no_grad():
         whole = model(**extractor(audio, sampling_rate=RATE)).logits
     found = feed(model.stream(extractor), audio, piece)
@@ -180,7 +119,7 @@ def measure(
     """
     starts = [max(60 * minutes, START_SECONDS) for minutes in arguments.minutes]
     longest = max(arguments.pieces_ms) / 1000
-    audio = noise(starts[-1] + arguments.repeats * longest, arguments.seed)
+    audio = noise(starts[-1] + REPEATS * longest)
     streams = {name: model.stream(extractor) for name, model in models.items()}
     rows, place = [], 0
     for minutes, start in zip(arguments.minutes, starts, strict=True):
@@ -191,7 +130,7 @@ def measure(
         for piece_ms in arguments.pieces_ms:
             branches = {name: branch(stream) for name, stream in streams.items()}
             piece = round(RATE * piece_ms / 1000)
-            found = measure_pieces(branches, audio[place : place + arguments.repeats * piece], piece)
+            found = measure_pieces(branches, audio[place : place + REPEATS * piece], piece)
             rows += [{"piece_ms": piece_ms, "minutes": minutes, "seconds": start, **row} for row in found]
         done = ", ".join(f"{row['backend']} {row['cpu']:.1f}" for row in rows[-len(streams) :])
         print(f"after {minutes:g} minutes, ms of the CPU for a piece of {piece_ms} ms: {done}", flush=True)
@@ -238,30 +177,24 @@ def checks(rows: Sequence[dict[str, Any]]) -> list[report.Check]:
     found = []
     for name in dict.fromkeys(row["backend"] for row in rows if row["backend"] != EXACT):
         own = [row for row in rows if row["backend"] == name]
-        last = own[-1]["minutes"]
-        by_piece = [
-            [row for row in own if row["piece_ms"] == piece] for piece in dict.fromkeys(r["piece_ms"] for r in own)
-        ]
-        growth = [max(r["state_bytes"] for r in part) / min(r["state_bytes"] for r in part) for part in by_piece]
-        slower = [part[-1]["cpu"] / part[0]["cpu"] for part in by_piece]
-        factors = [part[-1]["cpu_factor"] for part in by_piece]
-        found += [
-            report.Check(
-                f"{name}: the state is as large after {last:g} minutes as at the beginning, within 1 %",
-                f"{max(growth):.4f} times",
-                max(growth) <= 1.01,
-            ),
-            report.Check(
-                f"{name}: a piece takes at most {GROWTH} times the CPU time that it took at the beginning",
+        parts = [[row for row in own if row["piece_ms"] == piece] for piece in {row["piece_ms"] for row in own}]
+        growth = max(max(r["state_bytes"] for r in part) / min(r["state_bytes"] for r in part) for part in parts)
+        slower = [part[-1]["cpu"] / part[0]["cpu"] for part in parts]
+        factors, last = [part[-1]["cpu_factor"] for part in parts], f"after {own[-1]['minutes']:g} minutes"
+        statements = (
+            (f"the state is as large {last} as at the beginning, within 1 %", f"{growth:.4f} times", growth <= 1.01),
+            (
+                f"a piece takes at most {GROWTH} times the CPU time that it took at the beginning",
                 f"{min(slower):.2f} to {max(slower):.2f}",
                 max(slower) <= GROWTH,
             ),
-            report.Check(
-                f"{name}: after {last:g} minutes the CPU time of a piece is below its length",
+            (
+                f"{last} the CPU time of a piece is below its length",
                 f"{min(factors):.2f} to {max(factors):.2f} of it",
                 max(factors) < 1,
             ),
-        ]
+        )
+        found += [report.Check(f"{name}: {text}", *rest) for text, *rest in statements]
     return found
 
 
@@ -269,7 +202,7 @@ def report_lines(
     rows: Sequence[dict[str, Any]],
     differences: Mapping[str, float],
     latency: float,
-    arguments: argparse.Namespace,
+    setup: Setup,
     load: Sequence[float],
 ) -> list[str]:
     """Writes the Markdown report.
@@ -278,32 +211,27 @@ def report_lines(
         rows: of `measure`.
         differences: by backend, of the logits.
         latency: seconds of the model's latency.
-        arguments: of the program.
+        setup: the model.
         load: load average of the machine before and after.
     """
     names = list(differences)
     known = {(row["piece_ms"], row["minutes"], row["backend"]): row for row in rows}
     places = sorted({(row["piece_ms"], row["minutes"]) for row in rows})
 
-    def table(show: Any, columns: str) -> list[str]:
-        header = ["piece, ms", "after minutes", *(f"{name}{columns}" for name in names)]
-        return report.table(
-            header,
-            [
-                [f"{piece:g}", f"{after:g}", *(show(known[piece, after, name]) for name in names)]
-                for piece, after in places
-            ],
-        )
+    def table(show: Any) -> list[str]:
+        cells = [
+            [f"{piece:g}", f"{after:g}", *(show(known[piece, after, name]) for name in names)]
+            for piece, after in places
+        ]
+        return report.table(["piece, ms", "after minutes", *names], cells)
 
-    model = f"preset {arguments.preset}, random weights" if arguments.model_name_or_path is None else "a trained model"
     return [
         "# Streaming",
         "",
-        f"Causal ConformerForCTC, {model}; {arguments.num_features} features, float32, batch 1, noise. Parameters of "
-        f"favor++ and favor# are calibrated on noise. {arguments.repeats} pieces one after another, features and "
+        f"Causal ConformerForCTC, {setup.label}; {setup.num_features} features, float32, batch 1, noise. Parameters of "
+        f"favor++ and favor# are calibrated on noise. {REPEATS} pieces one after another, features and "
         "greedy search included, the backends in turns. sdpa keeps all keys and values in one tensor a layer, made "
-        f"anew for each piece. The load average of the machine was {load[0]:.1f} before and {load[1]:.1f} after: where "
-        "it is above the number of cores, a piece waits, and only the time of the CPU is its own.",
+        f"anew for each piece. {report.load_line(load, 'a piece', 'milliseconds')}",
         "",
         f"Latency of the model besides computing: {1e3 * latency:.0f} ms from the beginning of an encoder frame until "
         "its last sample is there, and up to one piece more until that is passed on.",
@@ -314,15 +242,15 @@ def report_lines(
         "",
         "Computing time of a piece in ms: median (95 %) by the wall's clock, then median of the CPU:",
         "",
-        *table(lambda row: f"{row['median']:.1f} ({row['upper']:.1f}), {row['cpu']:.1f}", ""),
+        *table(lambda row: f"{row['median']:.1f} ({row['upper']:.1f}), {row['cpu']:.1f}"),
         "",
         "Computing time over the length of the audio (real-time factor), in brackets of the CPU:",
         "",
-        *table(lambda row: f"{row['factor']:.3f} ({row['cpu_factor']:.3f})", ""),
+        *table(lambda row: f"{row['factor']:.3f} ({row['cpu_factor']:.3f})"),
         "",
         "State in MB (10^6 bytes) after those pieces:",
         "",
-        *table(lambda row: f"{row['state_bytes'] / 1e6:.2f}", ""),
+        *table(lambda row: f"{row['state_bytes'] / 1e6:.2f}"),
     ]
 
 
@@ -330,12 +258,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs the program; returns the exit code, 1 if a check does not hold."""
     words = sys.argv[1:] if argv is None else list(argv)
     arguments = parse_arguments(words)
-    torch.set_num_threads(arguments.threads)
+    setup = Setup.of(arguments, causal=True)
+    torch.set_num_threads(setup.threads)
     load = [os.getloadavg()[0]]
-    extractor = make_extractor(arguments)
-    models = {name: build(name, extractor, arguments) for name in arguments.backends}
-    pieces = [round(RATE * ms / 1000) for ms in arguments.pieces_ms]
-    audio = noise(arguments.check_seconds, arguments.seed)
+    extractor = make_extractor(setup)
+    models = {name: build(name, extractor, setup) for name in arguments.backends}
+    pieces, audio = [round(RATE * ms / 1000) for ms in arguments.pieces_ms], noise(CHECK_SECONDS)
     differences = {
         name: max(difference(model, extractor, audio, piece) for piece in pieces) for name, model in models.items()
     }
@@ -346,23 +274,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     rows = measure(models, extractor, arguments)
     load.append(os.getloadavg()[0])
     latency = next(iter(models.values())).stream(extractor).latency
-    folders = []
-    if arguments.model_name_or_path is not None and Path(arguments.model_name_or_path).is_dir():
-        folders.append("--model_name_or_path")
-    found = checks(rows)
-    lines = report_lines(rows, differences, latency, arguments, load)
-    content = {
-        **report.context(
-            report.shown_command("favor.eval.streaming", words, folders, ["--output_dir"]), ("transformers", "numpy")
-        ),
-        "seed": arguments.seed,
-        "preset": None if arguments.model_name_or_path else arguments.preset,
-        "num_features": arguments.num_features,
-        "load": load,
-        "latency_seconds": latency,
-        "differences": differences,
-        "rows": rows,
-    }
+    command = report.shown_command("favor.eval.streaming", words, setup.folders, ["--output_dir"])
+    content = {**report.context(command, ("transformers", "numpy")), **setup.facts(), "load": load}
+    content |= {"latency_seconds": latency, "differences": differences, "rows": rows}
+    found, lines = checks(rows), report_lines(rows, differences, latency, setup, load)
     report.write(arguments.output_dir, arguments.name, lines, content, found)
     print("\n".join(["", *lines, "", *(each.line() for each in found)]))
     return int(not all(each.holds for each in found))

@@ -23,8 +23,9 @@ import torch
 import favor
 from favor.eval import asr
 from favor.eval.common import report
+from favor.eval.common.isolated import Failure, isolated
 from favor.eval.common.program import add_results
-from favor.eval.speech.long_form_cell import Failure, Recording, isolated
+from favor.eval.speech.long_form_cell import Recording
 from favor.models.speech import Transcript
 from favor.models.speech.search.choice import search_emissions, searched_words, usual_beam
 from favor.models.speech.transcript.pronunciations import lexicon_of

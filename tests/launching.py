@@ -31,8 +31,8 @@ TWO = ("--multi_gpu", "--num_processes", 2, "--main_process_port", 0)
 
 SECONDS = 300
 PRELOADED = ["favor.models", "favor.train.glue", "favor.train.mlm", "favor.train.distill", "favor.train.nst"]
-# A process has only one fork server of the standard library, so `favor.eval.long_form` uses this one too.
-PRELOADED.append("favor.eval.speech.long_form_cell")
+# A process has only one fork server of the standard library, so `favor.eval.common.isolated` uses this one too.
+PRELOADED += ["favor.eval.speech.long_form_cell", "favor.eval.speed.methods"]
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(PRELOADED)
 

@@ -99,9 +99,9 @@ def test_every_folder_with_code_is_shipped_and_results_are_not(monkeypatch):
     assert shipped == {path for folder in FOLDERS.values() for path in folder.rglob("*.py")}
     assert not any("results" in package for package in given["packages"])
     data = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
-    files = {"favor": ["py.typed"], "favor.eval.demo": ["text/*"], "favor.eval.report": ["page.html"]}
+    files = {"favor": ["py.typed"], "favor.eval.demo": ["text/*"], "favor.eval": ["report.html"]}
     assert data == {"include-package-data": False, "package-data": files}
-    assert (ROOT / "eval/report/page.html").is_file()
+    assert (ROOT / "eval/report.html").is_file()
     assert {path.name for path in (ROOT / "eval/demo/text").iterdir()} == {"novels.txt.xz", "ORIGIN.md"}
 
 

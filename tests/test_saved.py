@@ -20,10 +20,10 @@ from transformers import (
     WhisperFeatureExtractor,
 )
 
+from favor.eval import report
 from favor.eval.approximation import __main__ as approximation
 from favor.eval.language import needle, perplexity
 from favor.eval.papers import feature_weights
-from favor.eval.report import __main__ as report
 from favor.models.conformer import ConformerConfig, ConformerFeatureExtractor
 from favor.models.speech import ConformerProcessor, train_tokenizer
 from favor.train import clm, distill, glue, mlm

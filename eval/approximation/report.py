@@ -1,19 +1,21 @@
-"""The report on approximation errors: Markdown, JSON, and the picture of `favor.eval.approximation.plots`."""
+"""The report on approximation errors: Markdown, JSON, and a picture."""
 
 from __future__ import annotations
 
-import math
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
+from matplotlib.figure import Figure
 from torch import Tensor
 
-from favor.eval.approximation import plots
-from favor.eval.approximation.heads import HeadErrors
-from favor.eval.approximation.variants import MEAN, Variant
+from favor.eval.approximation.variants import MEAN, HeadErrors, Variant
 from favor.eval.common.report import table, write_files
+
+STYLES = ("-", "--", ":", "-.")
+UNIFORM = Variant(MEAN, None, 0, 0)
 
 
 @dataclass
@@ -23,7 +25,7 @@ class Measured:
     Attributes:
         length: tokens of a sample.
         samples: number of samples.
-        heads: errors and diagnostics of single heads.
+        heads: errors of single heads.
         exact: score of the whole model with exact attention.
         scores: score of the whole model by variant.
     """
@@ -121,9 +123,6 @@ def lines(results: Results) -> list[str]:
         *table(head, rows),
         "",
         *(_chosen(results) if results.chosen else []),
-        f"## Diagnostics by layer at L = {results.measured[-1].length}, mean over heads (largest head)",
-        "",
-        *_diagnostics(results.measured[-1]),
     ]
 
 
@@ -153,28 +152,6 @@ def setting(choice: dict[str, Any]) -> str:
     return f"M = {choice['num_features']}, {choice['selected_keys']} selected keys"
 
 
-def _diagnostics(part: Measured) -> list[str]:
-    values = {name: by_head(layers) for name, layers in part.heads.diagnostics.items()}
-    best = part.best
-    most = best.num_features or max(variant.num_features for variant in part.heads.variants)
-    uniform, errors = part.errors(Variant(MEAN, None, 0, 0)), part.errors(best)
-    rows = [
-        "rho is the expected log(1 + Var / K^2) of wDERF; M features estimate a head well while rho < log M"
-        + (f" ({math.log(most):.1f} at M = {most})" if most else "")
-        + ". |x|, |y|: root mean squared norms of queries and keys times the root of the scale. Attention layers count "
-        "from 0, as in the picture.",
-        "",
-    ]
-    options = f" M = {best.num_features}, window {best.window}" if best.num_features else ""
-    head = ["layer", "rho", "\\|x\\|", "\\|y\\|", "error, mean of V", f"error, `{best.label}`{options}"]
-    body = []
-    for layer in range(len(uniform)):
-        cells = [f"{values[n][layer].mean():.1f} ({values[n][layer].max():.1f})" for n in ("rho", "|x|", "|y|")]
-        cells += [f"{t[layer].mean():.2f} ({t[layer].max():.2f})" for t in (uniform, errors)]
-        body.append([str(layer), *cells])
-    return rows + table(head, body)
-
-
 def write(results: Results, folder: Path, name: str) -> None:
     """Writes `name.md`, `name.json` and `name.png`."""
     entries = [
@@ -196,10 +173,66 @@ def write(results: Results, folder: Path, name: str) -> None:
         "exact": {part.length: part.exact for part in results.measured},
         "sts_exact": None if results.sts is None else results.sts[0],
         "variants": entries,
-        "diagnostics": {
-            part.length: {n: by_head(v).tolist() for n, v in part.heads.diagnostics.items()}
-            for part in results.measured
-        },
     }
     write_files(folder, name, lines(results), content)
-    plots.plot(results.measured, folder / f"{name}.png")
+    plot(results.measured, folder / f"{name}.png")
+
+
+def plot(measured: Sequence[Measured], path: Path) -> None:
+    """Draws heat maps at the greatest length (mean of V, first and best backend), and curves.
+
+    The curves are over the length if there are several lengths, else over M.
+
+    Args:
+        measured: results of each length, ascending.
+        path: of the PNG file.
+    """
+    last = measured[-1]
+    backends = [variant for variant in last.heads.variants if variant.is_backend]
+    first = next((variant for variant in backends if variant.num_features), backends[0])
+    figure = Figure(figsize=(20, 4.2))
+    axes = figure.subplots(1, 4, gridspec_kw={"width_ratios": [1, 1, 1, 1.3]})
+    for axis, variant in zip(axes, [UNIFORM, first, last.best], strict=False):
+        image = axis.imshow(last.errors(variant).numpy(), vmin=0, vmax=1, cmap="viridis", aspect="auto")
+        axis.set(xlabel="head", ylabel="layer")
+        axis.set_title(f"{variant.title}, L = {last.length}", fontsize=9)
+    figure.colorbar(image, ax=axes[2], label="relative error")
+    if len(measured) > 1:
+        _over_length(measured, backends, axes[3])
+    else:
+        _over_features(last, backends, axes[3])
+    axes[3].set(ylabel="mean relative error", ylim=(0, None))
+    axes[3].minorticks_off()
+    axes[3].legend(fontsize=7, loc="center left", bbox_to_anchor=(1.01, 0.5))
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+
+
+def _over_features(part: Measured, backends: Sequence[Variant], axis: Any) -> None:
+    chosen, backends = [v for v in backends if not v.num_features], [v for v in backends if v.num_features]
+    labels = dict.fromkeys((variant.label, variant.window) for variant in backends)
+    colours = {label: f"C{index}" for index, label in enumerate(dict.fromkeys(label for label, _ in labels))}
+    windows = sorted({window for _, window in labels})
+    styles = {window: STYLES[place % 4] for place, window in enumerate(windows)}
+    for label, window in labels:
+        own = [v for v in backends if (v.label, v.window) == (label, window)]
+        style = {"color": colours[label], "linestyle": styles[window], "marker": "o"}
+        errors = [part.mean_error(variant) for variant in own]
+        axis.plot([v.num_features for v in own], errors, label=f"{label}, window {window}", **style)
+    axis.axhline(part.mean_error(UNIFORM), color="grey", label=MEAN)
+    for place, variant in enumerate(chosen):
+        axis.axhline(part.mean_error(variant), color="black", linestyle=STYLES[place % 4], label=variant.label)
+    axis.set(xscale="log", xlabel=f"number of features M, at L = {part.length}")
+    ticks = sorted({variant.num_features for variant in backends})
+    axis.set_xticks(ticks, [str(tick) for tick in ticks])
+
+
+def _over_length(measured: Sequence[Measured], backends: Sequence[Variant], axis: Any) -> None:
+    lengths = [part.length for part in measured]
+    shown = [UNIFORM, *backends]
+    for place, variant in enumerate(shown):
+        style = {"color": f"C{place % 10}", "linestyle": STYLES[place // 10 % 4], "marker": "o"}
+        style = style if variant.is_backend else {"color": "grey"}
+        axis.plot(lengths, [part.mean_error(variant) for part in measured], label=variant.title, **style)
+    axis.set(xscale="log", xlabel="tokens L")
+    axis.set_xticks(lengths, [str(length) for length in lengths])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -71,6 +71,14 @@ def local_names(argv: Sequence[str]) -> list[str]:
     return [Path(word).resolve().name if "/" in word and Path(word).exists() else word for word in argv]
 
 
+def load_line(load: Sequence[float], what: str, time: str) -> str:
+    """Says how busy the machine was before and after, and which `time` of `what` can be compared then."""
+    return (
+        f"The load average of the machine was {load[0]:.1f} before and {load[1]:.1f} after: where it is above the "
+        f"number of cores, {what} waits, and only the {time} of the CPU are its own."
+    )
+
+
 def context(command: str, packages: Sequence[str] = ("scikit-learn", "numpy")) -> dict[str, Any]:
     """Gives command, machine and versions."""
     known = launch.versions()
@@ -110,13 +118,14 @@ def write_files(folder: Path, name: str, lines: Sequence[str], content: Mapping[
     """
     folder.mkdir(parents=True, exist_ok=True)
     (folder / f"{name}.md").write_text("\n".join(lines) + "\n")
-    (folder / f"{name}.json").write_text(json.dumps(_finite(content), indent=indent, allow_nan=False) + "\n")
+    finite = with_floats(content, lambda number: number if math.isfinite(number) else str(number))
+    (folder / f"{name}.json").write_text(json.dumps(finite, indent=indent, allow_nan=False) + "\n")
 
 
-def _finite(value: Any) -> Any:
-    """Turns NaN and infinity, which JSON does not have, into words."""
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
+def with_floats(value: Any, show: Callable[[float], Any]) -> Any:
+    """Copies data for JSON, with each float as `show` gives it: JSON has neither NaN nor infinity."""
+    if isinstance(value, float):
+        return show(value)
     if isinstance(value, Mapping):
-        return {key: _finite(part) for key, part in value.items()}
-    return [_finite(part) for part in value] if isinstance(value, list | tuple) else value
+        return {key: with_floats(part, show) for key, part in value.items()}
+    return [with_floats(part, show) for part in value] if isinstance(value, list | tuple) else value

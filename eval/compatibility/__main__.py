@@ -11,26 +11,39 @@ must differ.
 from __future__ import annotations
 
 import argparse
+import importlib
 import math
-import multiprocessing
-import resource
+import re
 import sys
-import time
 import warnings
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from multiprocessing.connection import Connection, wait
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from pathlib import Path
 from typing import Any
 
-import torch
 import transformers
+from transformers import PreTrainedModel
 
+from favor.eval.common.isolated import Failure, isolated
 from favor.eval.common.program import add_results
-from favor.eval.common.report import context, shown_command, write
-from favor.eval.compatibility.check import BAD, CATEGORIES, check
-from favor.eval.compatibility.classes import Candidate, candidates
-from favor.eval.compatibility.report import lines_of
+from favor.eval.common.report import context, shown_command, table_row, write
+from favor.eval.compatibility.check import BAD, CATEGORIES, Candidate, timed_check
 from favor.train.common.program import Parser, did_you_mean, program
+
+MEMORY = 12 * 2**30
+# A model with a head has the attention of its body: if a file has bodies, models with heads are left out.
+_HEAD = re.compile(r"For[A-Z]|With|Pretrain|LMHead|DoubleHeads|Wrapper$")
+_MEANING = {
+    "equal": "with landmarks that lose nothing the output is that of exact attention, to 1e-4 relative",
+    "local": "all layers see a window or a chunk only; they stay exact, in linear time",
+    "refused": "a ValueError says why, at loading or at the first pass",
+    "no attention": "nothing in the class attends",
+    "not built": "no tiny model could be made here; says nothing about the backends",
+    "silently exact": "the name is accepted, and attention stays exact",
+    "wrong": "the output is another",
+    "crash": "an exception that is no refusal",
+}
 
 
 def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
@@ -38,7 +51,6 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     parser = Parser("favor.eval.compatibility", __doc__)
     add = parser.add_argument
     add("--model_types", nargs="+", metavar="FAMILY", help="folders of transformers, such as bert llama; default: all")
-    add("--classes", nargs="+", metavar="CLASS", help="only these classes")
     add("--jobs", type=int, default=2, help="processes at a time")
     add("--time_limit", type=float, default=60, help="greatest processor time per class")
     add_results(parser, "compatibility")
@@ -49,60 +61,137 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
         arguments.found, arguments.missing = candidates(arguments.model_types)
     except ValueError as error:
         parser.error(str(error))
-    if arguments.classes:
-        known = [own.name for own in arguments.found]
-        if unknown := sorted(set(arguments.classes) - set(known)):
-            near = did_you_mean(unknown[0], known)
-            parser.error(f"--classes must be classes of the families; unknown: {', '.join(unknown)}{near}")
-        arguments.found = [own for own in arguments.found if own.name in arguments.classes]
     return arguments
 
 
-MEMORY = 12 * 2**30
+def candidates(families: list[str] | None = None) -> tuple[list[Candidate], dict[str, str]]:
+    """Lists the model classes to run: the bodies of each modeling file, or its first class if there is no body.
+
+    Causal language models are always among them.
+
+    Args:
+        families: folders of transformers, such as "bert"; None for all.
+
+    Returns:
+        The classes, and for each module that cannot be imported here the reason.
+
+    Raises:
+        ValueError: for a family that transformers does not have.
+    """
+    files = sorted((Path(transformers.__file__).parent / "models").glob("*/modeling_*.py"))
+    known = {path.parent.name for path in files}
+    if families and (unknown := sorted(set(families) - known)):
+        near = did_you_mean(unknown[0], known)
+        raise ValueError(f"transformers {transformers.__version__} has no models called {', '.join(unknown)}{near}")
+    found, missing = [], {}
+    for path in (path for path in files if not families or path.parent.name in families):
+        module, text = f"transformers.models.{path.parent.name}.{path.stem}", path.read_text()
+        if not re.search("ALL_ATTENTION_FUNCTIONS|[Aa]ttention|softmax", text):
+            continue
+        try:
+            names = _model_classes(module)
+        except ImportError as error:
+            missing[module] = str(error).strip().splitlines()[0]
+            continue
+        bodies = [name for name in names if not _HEAD.search(name)]
+        kept = bodies or names[:1]
+        kept += [name for name in names if name.endswith("ForCausalLM") and name not in kept]
+        found += [Candidate(path.parent.name, module, name) for name in kept]
+    return found, missing
+
+
+def _model_classes(module: str) -> list[str]:
+    found = importlib.import_module(module)
+    return [
+        name
+        for name, value in vars(found).items()
+        if isinstance(value, type)
+        and issubclass(value, PreTrainedModel)
+        and value.__module__ == module
+        and value.config_class is not None
+        and not name.endswith("PreTrainedModel")
+    ]
 
 
 def run_all(found: list[Candidate], jobs: int, seconds: int) -> Iterator[dict[str, Any]]:
-    """Checks each class in a process of its own, forked from this one, and yields each result when it is ready.
+    """Checks each class in a process of its own, and yields each result when it is ready.
 
     Args:
         found: the classes.
         jobs: processes at a time.
         seconds: greatest processor time of a process.
     """
-    context = multiprocessing.get_context("fork")
-    waiting = list(reversed(found))
-    running: dict[Any, tuple[Candidate, Any]] = {}
-    while waiting or running:
-        while waiting and len(running) < jobs:
-            candidate = waiting.pop()
-            here, there = context.Pipe(duplex=False)
-            process = context.Process(target=_child, args=(candidate, there, seconds))
-            process.start()
-            there.close()
-            running[here] = (candidate, process)
-        ready = wait(list(running))
-        for connection in [own for own in running if own in ready]:
-            candidate, process = running.pop(connection)
-            own = {"family": candidate.family, "class": candidate.name, "dispatches": candidate.dispatches}
-            try:
-                yield connection.recv()
-            except EOFError:
-                reason = f"more than {seconds} seconds of processor time, or more than {MEMORY / 2**30:g} GiB"
-                yield {**own, "category": "not built", "reason": reason}
-            process.join()
-            connection.close()
+    with ThreadPoolExecutor(jobs) as pool:
+        running = {pool.submit(isolated, MEMORY, 1, timed_check, own, seconds): own for own in found}
+        for future in as_completed(running):
+            result, own = future.result(), running[future]
+            if isinstance(result, Failure):
+                facts = {"family": own.family, "class": own.name}
+                limits = f"limits: {seconds} seconds of processor time, {MEMORY / 2**30:g} GiB"
+                result = {**facts, "category": "not built", "reason": f"{result.reason}; {limits}"}
+            yield result
 
 
-def _child(candidate: Candidate, there: Connection, seconds: int) -> None:
-    torch.set_num_threads(1)
-    warnings.simplefilter("ignore")
-    resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
-    start = time.process_time()
-    end = int(start) + seconds
-    resource.setrlimit(resource.RLIMIT_CPU, (end, end + 5))
-    result = check(candidate)
-    there.send({**result, "seconds": round(time.process_time() - start, 1)})
-    there.close()
+def lines_of(results: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Writes the report in Markdown."""
+    counts = Counter(result["category"] for result in results)
+    families = {result["family"] for result in results}
+    return [
+        "# Models of transformers with a FAVOR backend",
+        "",
+        f"{len(results)} model classes of {len(families)} families, tiny, with random weights, float32 on a CPU: exact "
+        "attention, landmarks with a mean for every key, landmarks that select all keys (both are softmax attention), "
+        "and 4 random features, which must differ. Token models with padding at the right and at the left too.",
+        "",
+        table_row(["category", "classes", "meaning"]),
+        table_row(["---", "---:", "---"]),
+        *(table_row([name, str(counts[name]), _MEANING[name]]) for name in CATEGORIES),
+        "",
+        f"Bad categories: {', '.join(BAD)}.",
+        "",
+        "## By family",
+        "",
+        *family_lines(results),
+        *differing_lines(results),
+    ]
+
+
+def differing_lines(results: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Writes a Markdown table of the classes for which transformers' own "sdpa" and "eager" differ; empty if none."""
+    rows = [result for result in results if result.get("sdpa_and_eager_differ")]
+    if not rows:
+        return []
+    lines = ["", "## Where sdpa and eager differ", ""]
+    lines += ["Relative errors between the two, without a backend of favor.", ""]
+    lines += [table_row(["class", "batches", "favor"]), table_row(["---"] * 3)]
+    for result in rows:
+        apart = ", ".join(f"{name} {error:.0e}" for name, error in result["sdpa_and_eager_differ"].items())
+        reason = f": {_short(result['reason'])}" if result["reason"] else ""
+        lines.append(table_row([result["class"], apart, f"{result['category']}{reason}"]))
+    return lines
+
+
+def family_lines(results: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Writes a Markdown table with one line per family: its classes by category, its caches, and reasons."""
+    lines = [table_row(["family", "classes", "FavorCache", "reason"]), table_row(["---"] * 4)]
+    for family in sorted({result["family"] for result in results}):
+        own = [result for result in results if result["family"] == family]
+        counts = Counter(result["category"] for result in own)
+        cells = ", ".join(f"{counts[name]} {name}" for name in CATEGORIES if counts[name])
+        caches = sorted(
+            {_short(result["cache"]) for result in own if not result.get("cache", "not run").startswith("not")}
+        )
+        reasons = [
+            _short(result["reason"]) for result in own if result["category"] != "no attention" and result["reason"]
+        ]
+        lines.append(table_row([family, cells, "; ".join(caches), "; ".join(dict.fromkeys(reasons[:3]))]))
+    return lines
+
+
+def _short(text: str) -> str:
+    """Gives the first sentence, at most 110 characters, safe in a table."""
+    text = text.split(". ")[0].replace("|", "/")
+    return text if len(text) <= 110 else f"{text[:107]}..."
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -8,24 +8,34 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import importlib
 import inspect
+import math
+import resource
+import time
 import traceback
+import warnings
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
+import transformers
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from transformers import AttentionInterface, DynamicCache, PreTrainedModel
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import favor
-from favor.eval.compatibility.classes import Candidate
-from favor.eval.compatibility.exceptions import OWN
-from favor.eval.compatibility.generation import generation
-from favor.eval.compatibility.inputs import Inputs, all_inputs, padded, with_types
-from favor.eval.compatibility.tiny import shrink
-from favor.eval.compatibility.watch import BACKEND, Watch
+from favor.eval.compatibility.tiny import OWN, Inputs, all_inputs, padded, shrink, with_types
+from favor.integrations import backend as backend_module
+from favor.integrations.cache import StreamLayer
 
+BACKEND = "favor#"
+PROMPT = 16  # tokens before those that are generated one by one
 FEW = {"num_features": 4}
 TOLERANCE = 1e-4
 MOST_PARAMETERS, MOST_INPUTS = 60_000_000, 30
@@ -39,13 +49,42 @@ Batches = dict[str, tuple[Inputs, Tensor | None]]  # with the mask of the real t
 BAD = ("silently exact", "wrong", "crash")
 
 
+@dataclass(frozen=True)
+class Candidate:
+    """A model class that may run with a backend.
+
+    Attributes:
+        family: its folder in transformers.
+        module: its modeling module.
+        name: name of the class.
+    """
+
+    family: str
+    module: str
+    name: str
+
+    def load(self) -> Any:
+        """Gives the class."""
+        return getattr(importlib.import_module(self.module), self.name)
+
+
 class NotBuiltError(Exception):
     """No tiny model of a class could be made, or no inputs were found that it takes."""
 
 
+def timed_check(candidate: Candidate, seconds: int) -> dict[str, Any]:
+    """Checks a class in a process of its own, which ends after so many seconds of processor time; adds its seconds."""
+    warnings.simplefilter("ignore")
+    transformers.logging.set_verbosity_error()
+    start = time.process_time()
+    end = math.ceil(start) + seconds
+    resource.setrlimit(resource.RLIMIT_CPU, (end, end + 5))
+    return {**check(candidate), "seconds": round(time.process_time() - start, 1)}
+
+
 def check(candidate: Candidate) -> dict[str, Any]:
     """Gives category, reason and numbers of one class; the category is one of `CATEGORIES`."""
-    result: dict[str, Any] = {"family": candidate.family, "class": candidate.name, "dispatches": candidate.dispatches}
+    result: dict[str, Any] = {"family": candidate.family, "class": candidate.name}
     try:
         exact, inputs = build(candidate)
     except NotBuiltError as error:
@@ -91,19 +130,17 @@ def build(candidate: Candidate) -> tuple[PreTrainedModel, Inputs]:
         except Exception as error:
             problems.append(_short(error))
             continue
-        number, tried = 0, tried + 1
-        for number, inputs in enumerate(all_inputs(model, model.config), 1):
+        found = list(islice(all_inputs(model, model.config), MOST_INPUTS))
+        for inputs in found:
             try:
                 if run(model, inputs):
                     return model, inputs
             except Exception as error:
                 problems.append(_short(error))
-            if number == MOST_INPUTS:
-                break
-        if not number:
-            needed = inspect.signature(model.forward).parameters
-            problems.append(f"no inputs known for {', '.join(needed)}")
-        if not number or tried == 5:
+        if not found:
+            problems.append(f"no inputs known for {', '.join(inspect.signature(model.forward).parameters)}")
+        tried += 1
+        if not found or tried == 5:
             break
     raise NotBuiltError(" / ".join(dict.fromkeys(problems[:2] + problems[-1:])))
 
@@ -191,13 +228,7 @@ def _numbers(path: str, value: Any) -> Iterator[tuple[str, Tensor]]:
 
 
 def distance(found: dict[str, Tensor], expected: dict[str, Tensor], mask: Tensor | None = None) -> float:
-    """Computes the largest relative error of an output, of real tokens if there is a mask `[B, L]`.
-
-    Args:
-        found: outputs by name.
-        expected: outputs of the exact model by name.
-        mask: 1 for real tokens; None if there is no padding.
-    """
+    """Computes the largest relative error of outputs by name, of real tokens if there is a mask `[B, L]` of them."""
     errors = [0.0]
     if mask is not None:  # a pooled output may come from a padded token
         rows = {name: value for name, value in expected.items() if value.shape[:2] == mask.shape}
@@ -234,26 +265,14 @@ def _apart(exact: PreTrainedModel, sdpa: PreTrainedModel, batches: Batches) -> d
 def _compared(
     exact: PreTrainedModel, sdpa: PreTrainedModel | None, model: PreTrainedModel, batches: Batches
 ) -> dict[str, Any]:
-    """Finds category, reason and numbers of a model that has been loaded with the backend.
-
-    Args:
-        exact: the model with "eager" attention.
-        sdpa: the model with "sdpa"; None if it does not take it.
-        model: the model with the backend.
-        batches: for all of them.
-    """
+    """Finds category, reason and numbers of a model with the backend; `exact` is with "eager", sdpa None if refused."""
     inputs = batches["whole"][0]
     expected = run(exact, inputs)
     configure(model, FEW)
     with Watch().watching() as watch:
         change = distance(run(model, inputs), expected)
-    result: dict[str, Any] = {
-        "calls": watch.calls,
-        "estimated": watch.estimated,
-        "local": watch.local,
-        "own_attention": sorted(watch.silent),
-        "few": change,
-    }
+    result: dict[str, Any] = {"calls": watch.calls, "estimated": watch.estimated, "local": watch.local}
+    result |= {"own_attention": sorted(watch.silent), "few": change}
     if not watch.calls:
         if not watch.silent:
             return {**result, "category": "no attention", "reason": "no attention in this class"}
@@ -310,3 +329,109 @@ def _raised(error: Exception, where: str) -> dict[str, Any]:
 def _short(error: Exception) -> str:
     text = " ".join(str(error).split())
     return text[:300] if isinstance(error, ValueError) and text else f"{type(error).__name__}: {text}"[:300]
+
+
+def generation(exact: PreTrainedModel, model: PreTrainedModel, inputs: dict[str, Any]) -> str:
+    """Compares logits with a `FavorCache`, for a prompt and then token by token, with logits without a cache.
+
+    Gives "equal" with the number of layers that keep a state, "refused", "wrong" or "crash" with the reason, or "not
+    run" with the reason, for example if transformers' own cache does not give the logits without a cache either.
+    """
+    ids = inputs.get("input_ids")
+    if ids is None or ids.ndim != 2 or len(inputs) > 1:
+        return "not run: no plain tokens"
+    try:
+        found = _by_token(exact, ids, DynamicCache(config=exact.config))
+        if distance(found, _whole(exact, ids)) > TOLERANCE:
+            return "not run: DynamicCache differs from no cache with exact attention"
+    except Exception as error:
+        return f"not run: DynamicCache fails with exact attention ({type(error).__name__})"
+    cache = favor.FavorCache(model.config)
+    try:
+        found = _by_token(model, ids, cache)
+    except (ValueError, RuntimeError) as error:
+        text = " ".join(str(error).split())
+        return f"{'refused' if 'FavorCache' in text or 'favor' in text else 'crash'}: {text[:160]}"
+    except Exception as error:
+        return f"crash: {type(error).__name__}: {error}"
+    states = sum(isinstance(layer, StreamLayer) for layer in cache.layers)
+    error_of = distance(found, _whole(model, ids))
+    if not error_of < TOLERANCE:
+        return f"wrong: {error_of:.1e}"
+    return f"equal: {states} of {len(cache.layers)} layers keep a state"
+
+
+@torch.no_grad()
+def _whole(model: PreTrainedModel, ids: Tensor) -> dict[str, Tensor]:
+    return {"logits": model(input_ids=ids, use_cache=False).logits[:, PROMPT - 1 :]}
+
+
+@torch.no_grad()
+def _by_token(model: PreTrainedModel, ids: Tensor, cache: Any) -> dict[str, Tensor]:
+    logits = [model(input_ids=ids[:, :PROMPT], past_key_values=cache, use_cache=True).logits[:, -1:]]
+    for token in ids[:, PROMPT:].split(1, 1):
+        logits.append(model(input_ids=token, past_key_values=cache, use_cache=True).logits[:, -1:])
+    return {"logits": torch.cat(logits, 1)}
+
+
+class Watch:
+    """Counts calls of the backend while `watching`, and finds attention modules that make no call.
+
+    Attributes:
+        calls: number of calls of the attention function.
+        local: number of calls whose mask or arguments say that the layer sees a window or a chunk only.
+        estimated: number of calls that reached the estimator.
+        exact: classes of modules with a call that was neither local nor estimated.
+        silent: classes of attention modules that ran without any call.
+    """
+
+    def __init__(self) -> None:
+        self.calls = self.local = self.estimated = 0
+        self.exact: set[str] = set()
+        self.silent: set[str] = set()
+        self._stack: list[list[bool]] = []
+
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[Watch]:
+        """Replaces the attention function and the estimator by functions that count."""
+        original, estimator = ALL_ATTENTION_FUNCTIONS[BACKEND], backend_module.favor_attention
+
+        def attention(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            before = self.estimated
+            for flag in self._stack:
+                flag[0] = True
+            out = original(module, *args, **kwargs)
+            self.calls += 1
+            if self.estimated == before:
+                mask = kwargs.get("attention_mask", args[3] if len(args) > 3 else None)
+                sees = getattr(mask, "favor_visibility", None)
+                is_local = sees is not None and (sees.reach is not None or sees.dense)
+                self.local += (is_local := is_local or kwargs.get("sliding_window") is not None)
+                self.exact |= set() if is_local else {type(module).__name__}
+            return out
+
+        def estimate(*args: Any, **kwargs: Any) -> Any:
+            self.estimated += 1
+            return estimator(*args, **kwargs)
+
+        with contextlib.ExitStack() as stack:
+            stack.callback(register_module_forward_pre_hook(self._enter).remove)
+            stack.callback(register_module_forward_hook(self._leave).remove)
+            stack.callback(AttentionInterface.register, BACKEND, original)
+            stack.enter_context(mock.patch.object(backend_module, "favor_attention", estimate))
+            AttentionInterface.register(BACKEND, attention)
+            yield self
+
+    def _enter(self, module: nn.Module, args: Any) -> None:
+        if _is_attention(module):
+            self._stack.append([False])
+
+    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        if not _is_attention(module) or self._stack.pop()[0]:
+            return
+        if not any(_is_attention(part) for part in module.modules() if part is not module):
+            self.silent.add(type(module).__name__)
+
+
+def _is_attention(module: nn.Module) -> bool:
+    return "Attention" in type(module).__name__

@@ -1,18 +1,22 @@
-"""Makes the config of a tiny model from any config class of transformers, by rules on the names of its fields.
+"""Makes the config of a tiny model from any config class of transformers, and its inputs, by rules on names.
 
 All widths are divided by one number, so that widths that must fit still fit. One layer of each kind is kept, at least
-two layers in all.
+two layers in all. Inputs are made for the names of the arguments of the forward pass.
 """
 
 from __future__ import annotations
 
 import copy
+import inspect
 import re
+from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+import torch
 import transformers
+from torch import Tensor, nn
 from transformers import PretrainedConfig, ResNetConfig
 
 VOCABULARY = 128
@@ -59,6 +63,36 @@ _FIXED = {
     "num_denoising": 0,
     "train_num_points": 32,
     "dtype": "float32",
+}
+
+# Fields for which the rules are wrong, or that have no default, by family or model class.
+_SERIES = {"prediction_length": 8, "context_length": 24, "lags_sequence": [1, 2, 3]}
+_HEADS = {"head_dim": 16}
+
+OWN: dict[str, dict[str, Any]] = {
+    "autoformer": _SERIES,
+    "informer": _SERIES,
+    "time_series_transformer": _SERIES,
+    "aya_vision": {"vision_config.num_attention_heads": 8},
+    "hunyuan_v1_dense": _HEADS,
+    "hunyuan_v1_moe": _HEADS,
+    "ministral": _HEADS,
+    "hunyuan_vl": {**_HEADS, "text_config.head_dim": 16},
+    "nemotron": {"num_key_value_heads": 8},
+    "vivit": {"num_frames": 8},  # at 32 there are more than 2048 keys
+    "esm": {"vocab_size": 33, "mask_token_id": 32, "pad_token_id": 1},
+    "bros": {"dim_bbox_sinusoid_emb_2d": 48, "dim_bbox_sinusoid_emb_1d": 12, "dim_bbox_projection": 8},
+    "chameleon": {"vocabulary_map": {"<image>": 100}},
+    "emu3": {"vocabulary_map": {"<image>": 100}},
+    "dbrx": {"attn_config.rope_theta": 10000.0, "attn_config.clip_qkv": 8.0},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
+    "deepseek_v2": {"topk_method": "greedy", "num_experts_per_tok": 2},
+    "moonshine_streaming": {"num_key_value_heads": 4},
+    "deepseek_ocr2": {"mlp_layer_types": ["dense", "sparse"], "text_config.mlp_layer_types": ["dense", "sparse"]},
+    "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},
+    "ernie4_5_moe": {"moe_k": 2},
+    "gemma3n": {"num_kv_shared_layers": 0, "text_config.num_kv_shared_layers": 0},
+    "xmod": {"default_language": "en_XX"},
 }
 
 
@@ -211,3 +245,196 @@ def _fit_tokens(config: Any) -> None:
             _set(config, name, last)
         elif _TOKEN.search(name) and isinstance(value, list) and value and all(isinstance(v, int) for v in value):
             _set(config, name, [min(v, size - 1) for v in value])
+
+
+BATCH, LENGTH = 2, 24
+Inputs = dict[str, Any]
+
+
+def all_inputs(model: nn.Module, config: PretrainedConfig) -> Iterator[Inputs]:
+    """Yields inputs that may fit the forward pass of a model, the likeliest first."""
+    parameters = {
+        name: parameter
+        for name, parameter in inspect.signature(model.forward).parameters.items()
+        if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
+    }
+    needed = [name for name, parameter in parameters.items() if parameter.default is parameter.empty]
+    main = getattr(model, "main_input_name", "input_ids")
+    for more in _COMPANIONS:
+        if not all(name in parameters for name in more):
+            continue
+        for name in dict.fromkeys([main, *_MAIN]):
+            if name not in parameters or name in more:
+                continue
+            if more and name == "inputs_embeds" and "input_ids" in parameters:
+                continue
+            others = [other for other in dict.fromkeys([*needed, *more]) if other != name]
+            if name in _ENCODED and "decoder_input_ids" in parameters and "decoder_input_ids" not in others:
+                others.append("decoder_input_ids")
+            yield from _fill([name, *others], config, {})
+    if needed and not any(name in parameters for name in _MAIN):
+        yield from _fill(needed, config, {})
+
+
+# Arguments that some models need although the arguments have a default.
+_COMPANIONS: tuple[tuple[str, ...], ...] = (
+    (),
+    ("bbox",),
+    ("pixel_values",),
+    ("input_features",),
+    ("input_values",),
+    ("attention_mask",),
+    ("input_features_mask",),
+    ("encoder_hidden_states",),
+    ("encoder_hidden_states", "encoder_attention_mask"),
+    ("bbox", "pixel_values"),
+    ("pixel_mask",),
+    ("image_grid_thw",),
+    ("image_position_ids",),
+    ("pixel_position_ids",),
+    ("spatial_shapes",),
+    ("position_embeddings",),
+)
+_ENCODED = ("input_ids", "inputs_embeds", "input_features", "input_values", "pixel_values")
+_MAIN = (
+    "input_ids",
+    "pixel_values",
+    "input_features",
+    "input_values",
+    "inputs_embeds",
+    "hidden_states",
+    "pixel_values_videos",
+    "past_values",
+    "audio_values",
+    "inputs",
+)
+
+
+def _fill(names: list[str], config: Any, rest: Inputs) -> Iterator[Inputs]:
+    if not names:
+        yield rest
+        return
+    for value in _candidates(names[0], config):
+        yield from _fill(names[1:], config, {**rest, names[0]: value})
+
+
+def _normal(*shape: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(0))
+
+
+def _ids(config: Any) -> Tensor:
+    sizes = [value for value in _values(config, "vocab_size") if value > 0] or [32]
+    high = max(6, min([*sizes, 100]) - 8)  # below the special tokens
+    return torch.randint(5, high, (BATCH, LENGTH), generator=torch.Generator().manual_seed(0))
+
+
+def _configs(config: Any) -> list[Any]:
+    """Lists a config and its sub-configs, outermost first."""
+    inner = [value for value in vars(config).values() if isinstance(value, PretrainedConfig)]
+    return [config, *(part for value in inner for part in _configs(value))]
+
+
+def _values(config: Any, *names: str) -> list[int]:
+    """Lists the values of fields in a config and its sub-configs, outermost first, one field after another."""
+    found = [getattr(part, name, None) for name in names for part in _configs(config)]
+    return [value for value in found if isinstance(value, int) and not isinstance(value, bool)]
+
+
+def _first(config: Any, names: tuple[str, ...], default: int) -> int:
+    return [*_values(config, *names), default][0]
+
+
+def _width(config: Any) -> list[int]:
+    names = ("hidden_size", "d_model", "n_embd", "embed_dim", "dim", "encoder_hidden_size", "decoder_hidden_size")
+    return list(dict.fromkeys(_values(config, *names)))[:4] or [64]
+
+
+def _image_sizes(config: Any) -> list[tuple[int, ...]]:
+    own = [getattr(part, "image_size", None) for part in _configs(config)]
+    sizes = [(v, v) if isinstance(v, int) else tuple(v) for v in own if isinstance(v, int | list | tuple)]
+    return list(dict.fromkeys([*(s for s in sizes if len(s) == 2), (64, 64), (224, 224)]))
+
+
+def _candidates(name: str, config: Any) -> list[Any]:
+    """Lists values that an argument may take, the likeliest first."""
+    if name in ("input_ids", "decoder_input_ids", "text_input_ids"):
+        books = [v for v in _values(config, "num_codebooks", "num_quantizers", "num_channels") if v > 3][:1]
+        several = [_ids(config).unsqueeze(-1).expand(-1, -1, n).contiguous() for n in books]
+        short = [_ids(config)[:, :16]] if _first(config, ("max_position_embeddings",), 512) < LENGTH else []
+        return [*short, _ids(config), *several]
+    if "pixel_values" in name or name in ("images", "image", "pixel_features"):
+        channels = _first(config, ("num_channels", "in_channels", "in_chans"), 3)
+        images = [_normal(BATCH, channels, *size) for size in _image_sizes(config)]
+        frames = _first(config, ("num_frames", "frames_per_clip"), 2)
+        videos = [_normal(BATCH, frames, channels, *size) for size in _image_sizes(config)[:2]]
+        patch = _first(config, ("patch_size",), 4)
+        flat = [_normal(32, channels * patch * patch * n) for n in (1, 2)]
+        if "video" in name:
+            return [*videos, *images]
+        return [*images, *videos, *flat, _normal(BATCH, 32, channels * patch**2)]
+    if name == "input_features":
+        mels = _values(config, "num_mel_bins", "feature_size", "n_mels", "input_size")
+        mels = list(dict.fromkeys([*mels, 80, 128]))
+        long = 2 * _first(config, ("max_source_positions",), 48)
+        return [
+            _normal(*s) for m in mels for s in ((BATCH, m, long), (BATCH, 96, m), (BATCH, m, 96), (BATCH, 1, 96, m))
+        ]
+    if name in ("input_values", "audio_values", "input_audio"):
+        shapes = [(BATCH, 4000), (BATCH, 1, 4000), (BATCH, 80, 96), (BATCH, 96, 80), (BATCH, 1, 128, 128)]
+        if mels := _values(config, "num_mel_bins"):
+            shapes.insert(0, (BATCH, _first(config, ("max_length",), 96), mels[0]))
+        return [_normal(*s) for s in shapes]
+    if name == "codebook_idx":
+        return [2]
+    if name == "prefix_length":
+        return [4]
+    if name in _HIDDEN or name.endswith("_hidden_states"):
+        patch, channels = _first(config, ("patch_size",), 14), _first(config, ("in_channels", "num_channels"), 3)
+        times = _first(config, ("temporal_patch_size",), 1)
+        flat = [_normal(32, times * channels * patch**2)] if name == "hidden_states" else []
+        return [*(_normal(BATCH, LENGTH, width) for width in _width(config)), *flat]
+    if name.endswith("mask"):
+        sides = [torch.ones(BATCH, *size, dtype=torch.long) for size in _image_sizes(config)]
+        lengths = [torch.ones(BATCH, n, dtype=torch.long) for n in (LENGTH, 96)]
+        return sides if name == "pixel_mask" else [*lengths, lengths[1].bool()]
+    if name == "bbox":
+        return [torch.zeros(BATCH, LENGTH, 4, dtype=torch.long)]
+    if name == "grid_thw" or name.endswith("grid_thw"):
+        return [torch.tensor([[1, 4, 8]]), torch.tensor([[1, 8, 4]])]
+    if name == "past_values":
+        length, channels = (
+            _first(config, ("context_length",), 64),
+            _first(config, ("num_input_channels", "input_size"), 1),
+        )
+        sizes = ((length, channels), (length, 1), (64, 1))
+        return [_normal(BATCH, n) if c == 1 else _normal(BATCH, n, c) for n, c in sizes]
+    if name == "position_ids":
+        return [torch.arange(LENGTH).expand(BATCH, -1)]
+    return []
+
+
+_HIDDEN = ("inputs_embeds", "hidden_states", "inputs", "embeddings", "input_embeds", "query_embeds", "x")
+
+
+def padded(inputs: Inputs, side: str) -> Inputs | None:
+    """Gives text inputs with eight padded tokens in the second row, or with a mask of "ones"; None for others."""
+    ids = inputs.get("input_ids")
+    if ids is None or ids.ndim != 2 or "pixel_values" in inputs:
+        return None
+    mask = torch.ones_like(ids)
+    if side == "left":
+        mask[1, :8] = 0
+    elif side == "right":
+        mask[1, -8:] = 0
+    return {**inputs, "attention_mask": mask}
+
+
+def with_types(model: nn.Module, inputs: Inputs) -> Inputs | None:
+    """Gives text inputs whose second half is of another type, such as the answer after a prompt; None for others."""
+    ids, known = inputs.get("input_ids"), inspect.signature(model.forward).parameters
+    name = next((name for name in ("token_type_ids", "mm_token_type_ids") if name in known), None)
+    if ids is None or ids.ndim != 2 or name is None:
+        return None
+    types = torch.zeros_like(ids)
+    types[:, ids.shape[1] // 2 :] = 1
+    return {**inputs, name: types}

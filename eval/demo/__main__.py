@@ -24,15 +24,14 @@ from typing import Any
 
 import datasets
 import transformers
+from matplotlib.figure import Figure
 from tqdm.auto import tqdm
 
 from favor.eval.common import report
 from favor.eval.common.pretrained import PACKAGE, minilm_path
 from favor.eval.common.report import Check
-from favor.eval.demo import fine_tuned, picture, word_order
-from favor.eval.demo.documents import documents
-from favor.eval.demo.fine_tuned import Switched
-from favor.eval.demo.retrieval import CUT, HALF, LENGTHS, WHOLE, Reader, Reading, count, read_all
+from favor.eval.demo import tasks
+from favor.eval.demo.tasks import CUT, HALF, LENGTHS, WHOLE, Reader, Reading, Switched, count, documents, read_all
 from favor.train.common.program import Parser, program
 
 
@@ -64,12 +63,7 @@ BACKENDS = ("landmark", "favor#", "favor+")
 
 
 def rows(readings: Mapping[str, Reading], scores: Mapping[str, float]) -> list[list[str]]:
-    """Makes the cells of the table, one row per reader.
-
-    Args:
-        readings: by label.
-        scores: accuracy of the fine-tuned model by backend.
-    """
+    """Makes the cells of the table, one row per reader; `scores` are accuracies of the fine-tuned model by backend."""
     exact, found = readings[EXACT], []
     task = {reader.label: reader.backend for reader in READERS if reader.cut is None}
     for label, reading in readings.items():
@@ -105,13 +99,13 @@ def checks(readings: Mapping[str, Reading], scores: Mapping[str, float]) -> list
 
 def explanation(arguments: argparse.Namespace, shortest: int) -> list[str]:
     """Writes the lines below the table."""
-    halves, number = 2 * arguments.documents, fine_tuned.NUM_FEATURES
+    halves, number = 2 * arguments.documents, tasks.NUM_FEATURES
     text = (
         f"Found: of {halves} halves, those whose nearest half is the other one of their passage. One half is "
         f"{100 / halves:.1f} points, chance is {100 / arguments.documents:.0f} %. Cosine: of embeddings. "
         "Seconds: of one text, median, whole model; in brackets how many times as fast as exact attention, more is "
         "better. Fine-tuned: are the words in order, in passages of "
-        f"{shortest} to {word_order.MAX_LENGTH} tokens? Chance is 50 %. Trained with exact attention for "
+        f"{shortest} to {tasks.MAX_LENGTH} tokens? Chance is 50 %. Trained with exact attention for "
         f"{arguments.max_train_steps} steps, then switched, nothing trained, to {number} means and {number} selected "
         f"keys, or {number} random features. Model: {PACKAGE}, float32, its {CUT} positions repeated. "
         f"Seed {arguments.seed}."
@@ -144,6 +138,32 @@ HEADER = (
 )
 
 
+def draw(readings: Mapping[str, Reading], path: Path) -> None:
+    """Writes a picture: seconds by length, and other halves found by seconds."""
+    figure = Figure(figsize=(12, 4.5))
+    time, quality = figure.subplots(1, 2)
+    for number, (label, reading) in enumerate(readings.items()):
+        lengths = sorted(reading.seconds)
+        style = {"color": f"C{number}", "label": label}
+        time.plot(lengths, [reading.median(length) for length in lengths], marker="o", **style)
+        quality.plot(reading.median(HALF), 100 * reading.accuracy(), marker="o", markersize=10, linestyle="", **style)
+    time.set(xscale="log", yscale="log", xlabel="tokens", ylabel="seconds (less is better)", title="Time of one text")
+    ticks = sorted({length for reading in readings.values() for length in reading.seconds})
+    time.set_xticks(ticks, [f"{tick:,}" for tick in ticks])
+    slowest = max(reading.median(max(reading.seconds)) for reading in readings.values())
+    marks = [mark * 10**power for power in range(-3, 3) for mark in (1, 2, 5) if mark * 10**power < 2 * slowest]
+    time.set(yticks=marks, yticklabels=[f"{mark:g}" for mark in marks], ylim=(slowest / 150, 1.5 * slowest))
+    time.minorticks_off()
+    axis = f"seconds of a half of {HALF:,} tokens (less is better)"
+    quality.set(xlim=(0, None), ylim=(0, 100), xlabel=axis, ylabel="other halves found, % (more is better)")
+    quality.set_title("Find the other half")
+    for axis in (time, quality):
+        axis.grid(alpha=0.3)
+    quality.legend(fontsize=8, loc="lower right")
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+
+
 def find_halves(model: Path, arguments: argparse.Namespace) -> dict[str, Reading]:
     """Runs the first part, with a progress bar."""
     texts = documents(arguments.documents)
@@ -157,11 +177,11 @@ def find_halves(model: Path, arguments: argparse.Namespace) -> dict[str, Reading
 def fine_tune(model: Path, arguments: argparse.Namespace) -> tuple[dict[str, float], dict[str, Switched]]:
     """Runs the second part; returns the accuracy by backend, and the models that were switched."""
     folder, steps, seed = arguments.output_dir, arguments.max_train_steps, arguments.seed
-    data = word_order.generate(folder / "data", documents(), fine_tuned.BATCH_SIZE * steps, seed)
-    results = fine_tuned.train(model, data, folder / "exact", steps, seed)
+    data = tasks.generate(folder / "data", documents(), tasks.BATCH_SIZE * steps, seed)
+    results = tasks.train(model, data, folder / "exact", steps, seed)
     switched = {}
     for backend in tqdm(BACKENDS, desc="switch, save, load, evaluate", unit="model"):
-        switched[backend] = fine_tuned.switch(folder / "exact", results, backend, seed)
+        switched[backend] = tasks.switch(folder / "exact", results, backend, seed)
     scores = {"sdpa": results["metrics"]["accuracy"]} | {name: part.accuracy for name, part in switched.items()}
     return scores, switched
 
@@ -218,7 +238,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "seconds": time.perf_counter() - start,
     }
     report.write(folder, arguments.name, lines, content, found)
-    picture.draw(readings, folder / f"{arguments.name}.png")
+    draw(readings, folder / f"{arguments.name}.png")
     print("\n".join(["", *lines, "", *(check.line() for check in found), "", *usage(landmark.folder), ""]))
     say(f"written to {folder}: {arguments.name}.md, {arguments.name}.json and the picture {arguments.name}.png")
     return 0

@@ -36,7 +36,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from favor.eval import asr as evaluation
-from favor.eval.approximation.heads import mean_of_values
+from favor.eval.approximation.variants import mean_of_values
 from favor.eval.common import launch, report
 from favor.eval.common.launch import Backend
 from favor.eval.glue.table import DASH

@@ -1,18 +1,12 @@
-"""One cell of `favor.eval.long_form`: a recording, a model, and their time and memory in a process of their own."""
+"""Recordings, and the Conformer of `favor.eval.long_form` and `favor.eval.streaming`; what is measured in a process."""
 
 from __future__ import annotations
 
-import ctypes
-import gc
-import multiprocessing
-import os
-import re
-import resource
+import argparse
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from multiprocessing.connection import Connection
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -20,17 +14,22 @@ import numpy as np
 import torch
 
 import favor
+from favor.eval.common.isolated import release_early, resident, resident_peak, warm_libraries
 from favor.eval.common.launch import Backend
-from favor.eval.speed import measure as speed_measure
 from favor.models.conformer import ConformerConfig, ConformerFeatureExtractor, ConformerForCTC
 from favor.models.speech import ConformerProcessor, ctc_greedy
+from favor.train.speech.arguments import SIZES
 from favor.train.speech.data import Utterance, read_audio
 from favor.train.speech.transcribe import transcribe
 from favor_command.saved import load_model, load_processor
 
 RATE = 16000
-# These do what the environment variables of favor.eval.speed.measure do. They slow passes, which are then not timed.
-_RELEASE_EARLY = ((-1, 1 << 16), (-3, 1 << 16))  # M_TRIM_THRESHOLD, M_MMAP_THRESHOLD
+SEED = 0
+
+
+def noise(seconds: float, seed: int = SEED) -> np.ndarray:
+    """Draws noise, `[n]` float32 at 16 kHz."""
+    return 0.1 * np.random.default_rng(seed).standard_normal(round(seconds * RATE), dtype=np.float32)
 
 
 @dataclass(frozen=True)
@@ -40,18 +39,15 @@ class Recording:
     Args:
         seconds: length.
         utterances: the utterances, in order. Default none: noise.
-        seed: draws the noise.
     """
 
     seconds: float
     utterances: tuple[Utterance, ...] = ()
-    seed: int = 0
 
     def samples(self) -> np.ndarray:
         """Gives the samples, `[n]` float32 at 16 kHz."""
         if not self.utterances:
-            source = np.random.default_rng(self.seed)
-            return 0.1 * source.standard_normal(round(self.seconds * RATE), dtype=np.float32)
+            return noise(self.seconds)
         read = {utterance.id: read_audio(utterance, RATE) for utterance in self.utterances}
         return np.concatenate([read[utterance.id] for utterance in self.utterances])
 
@@ -86,38 +82,69 @@ class Setup:
         preset: size of a new model with random weights.
         model_name_or_path: a trained model in its place. Default None.
         num_features: random features per head of the FAVOR backends. Default 128.
-        seed: draws random weights and features. Default 0.
         threads: threads of a process. Default 1.
+        causal: whether a new model is causal. Default False.
     """
 
     preset: str = "small"
     model_name_or_path: str | None = None
     num_features: int = 128
-    seed: int = 0
     threads: int = 1
+    causal: bool = False
+
+    @staticmethod
+    def add_options(parser: argparse.ArgumentParser) -> None:
+        """Adds the options that `of` reads."""
+        add = parser.add_argument
+        add("--preset", choices=SIZES, default="small", help="size of a model with random weights")
+        add("--model_name_or_path", help="a trained ConformerForCTC in place of the preset")
+        add("--num_features", type=int, default=128, help="random features per head of the FAVOR backends")
+        add("--threads", type=int, default=torch.get_num_threads(), help="CPU threads; default: those of torch")
+
+    @classmethod
+    def of(cls, arguments: argparse.Namespace, causal: bool = False) -> Setup:
+        """Takes the values of the options."""
+        given = {field.name: getattr(arguments, field.name) for field in fields(cls) if field.name != "causal"}
+        return cls(**given, causal=causal)
 
     def build(self, backend: Backend) -> ConformerForCTC:
         """Makes the model in evaluation mode, with equal weights for every backend."""
-        torch.manual_seed(self.seed)
+        torch.manual_seed(SEED)
         name = backend.name
         if self.model_name_or_path is not None:
             exact = {"dtype": torch.float32, "attn_implementation": name}
             model = load_model(ConformerForCTC, self.model_name_or_path, **exact)
         else:
-            model = ConformerForCTC(ConformerConfig.preset(self.preset, attn_implementation=name))
+            config = ConformerConfig.preset(self.preset, causal=self.causal, attn_implementation=name)
+            model = ConformerForCTC(config)
         if name in favor.BACKENDS:
             options: dict[str, Any] = {"features": backend.features} if backend.features else {}
             if self.model_name_or_path is None:
-                options["seed"] = self.seed  # a trained model keeps its own directions
+                options["seed"] = SEED  # a trained model keeps its own directions
             number = backend.num_features or self.num_features
             favor.configure(model, num_features=number, exact_below=0, **options)
         return model.eval()
 
     def extractor(self) -> ConformerFeatureExtractor:
-        """Gives the model's feature extractor."""
-        if self.model_name_or_path is None:
-            return ConformerFeatureExtractor()
-        return load_processor(self.model_name_or_path, ConformerFeatureExtractor)
+        """Loads the feature extractor of a trained model; that of a new causal model knows mean and size of noise."""
+        if self.model_name_or_path is not None:
+            return load_processor(self.model_name_or_path, ConformerFeatureExtractor)
+        return ConformerFeatureExtractor.measured([noise(10.0, 1)]) if self.causal else ConformerFeatureExtractor()
+
+    def facts(self) -> dict[str, Any]:
+        """Gives the settings for a result."""
+        new = self.model_name_or_path is None
+        return {"seed": SEED, "preset": self.preset if new else None, "num_features": self.num_features}
+
+    @property
+    def label(self) -> str:
+        """Describes the model in words."""
+        return f"preset {self.preset}, random weights" if self.model_name_or_path is None else "a trained model"
+
+    @property
+    def folders(self) -> list[str]:
+        """Names the option that a result must not show, because it is a folder of this machine."""
+        return ["--model_name_or_path"] if self.model_name_or_path and Path(self.model_name_or_path).is_dir() else []
 
 
 @torch.inference_mode()
@@ -163,8 +190,8 @@ def timed(call: Callable[[], Any], repeats: int) -> tuple[Any, dict[str, float]]
 def _ready(setup: Setup, backend: Backend) -> tuple[ConformerForCTC, ConformerFeatureExtractor]:
     """Makes model and feature extractor and runs one short pass, so that libraries have their buffers."""
     model, extractor = setup.build(backend), setup.extractor()
-    model(**extractor(Recording(1.0).samples(), sampling_rate=RATE))
-    speed_measure.warm_libraries()
+    model(**extractor(noise(1.0), sampling_rate=RATE))
+    warm_libraries()
     return model, extractor
 
 
@@ -211,16 +238,14 @@ def measure_memory(setup: Setup, backend: Backend, recording: Recording) -> dict
         "features" and "pass": by how much each raises the resident memory, without its inputs; "total": the peak
         above the loaded model, audio included; "resident": the peak of the process.
     """
-    for setting in _RELEASE_EARLY:
-        ctypes.CDLL(None).mallopt(*setting)
+    release_early()
     model, extractor = _ready(setup, backend)
-    _settle()
-    loaded = _resident()
+    loaded = resident()
     audio = recording.samples()
-    inputs, features, first = _peak(lambda: extractor(audio, sampling_rate=RATE))
-    _, forward, second = _peak(lambda: model(**inputs).logits)
-    resident = max(first, second)
-    return {"features": features, "pass": forward, "total": resident - loaded, "resident": resident}
+    inputs, features, first = resident_peak(lambda: extractor(audio, sampling_rate=RATE))
+    _, forward, second = resident_peak(lambda: model(**inputs).logits)
+    peak = max(first, second)
+    return {"features": features, "pass": forward, "total": peak - loaded, "resident": peak}
 
 
 def transcripts(setup: Setup, backend: Backend, utterances: Sequence[Utterance]) -> list[str]:
@@ -238,97 +263,3 @@ def transcripts(setup: Setup, backend: Backend, utterances: Sequence[Utterance])
 
 def _tokenizer(setup: Setup) -> Any:
     return load_processor(str(setup.model_name_or_path), ConformerProcessor).tokenizer
-
-
-def _settle() -> None:
-    gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)
-
-
-def _resident() -> int:
-    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
-
-
-def _peak(call: Callable[[], Any]) -> tuple[Any, int, int]:
-    """Calls a function; gives its result, the bytes by which resident memory rises, and the peak of resident memory."""
-    results: list[Any] = []
-    _settle()
-    before = _resident()
-    growth = speed_measure.resident_peak(lambda: results.append(call()))
-    return results[0], growth, before + growth
-
-
-@dataclass(frozen=True)
-class Failure:
-    """The reason why a process has no result."""
-
-    reason: str
-
-
-def isolated(limit: float | None, threads: int, task: Callable[..., Any], *arguments: Any) -> Any:
-    """Runs `task(*arguments)` in a fresh process; gives its result or a `Failure`.
-
-    The process is forked from one that has imported everything and computed nothing.
-
-    Args:
-        limit: bytes by which its address space may grow beyond that of the imported libraries; None: no limit.
-        threads: threads of torch.
-        task: a function; the function, its arguments and its result must be picklable, its result without tensors.
-        *arguments: arguments of `task`.
-    """
-    context: Any = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([__name__])
-    receive, send = context.Pipe(duplex=False)
-    process = context.Process(target=_answer, args=(send, limit, threads, task, arguments))
-    process.start()
-    send.close()
-    with receive:
-        try:
-            answer = receive.recv()
-        except EOFError:
-            answer = None
-    process.join()
-    if answer is None:
-        killed = " (killed, as the system does when it has no memory left)" if process.exitcode == -9 else ""
-        return Failure(f"the process ended with code {process.exitcode}{killed} and no answer")
-    return answer
-
-
-def _answer(send: Connection, limit: float | None, threads: int, task: Callable[..., Any], arguments: tuple) -> None:
-    """Runs the task in the forked process and sends its answer.
-
-    Args:
-        send: takes the answer.
-        limit: bytes by which the address space may grow; None: no limit.
-        threads: threads of torch.
-        task: a function.
-        arguments: its arguments.
-    """
-    torch.set_num_threads(threads)
-    former = resource.getrlimit(resource.RLIMIT_AS)
-    if limit is not None:
-        mapped = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-        resource.setrlimit(resource.RLIMIT_AS, (mapped + int(limit), former[1]))
-    try:
-        answer = task(*arguments)
-    except Exception as error:
-        answer = Failure(_reason(error))
-    resource.setrlimit(resource.RLIMIT_AS, former)
-    send.send(answer)
-    send.close()
-
-
-def _reason(error: Exception) -> str:
-    text = str(error)
-    # "could not create a primitive" is the message of oneDNN if it gets no memory.
-    if isinstance(error, MemoryError) or re.search("DefaultCPUAllocator|could not create a primitive", text):
-        wanted = re.search(r"allocate (\d+) bytes", text)
-        return "out of memory" + (f": no {int(wanted[1]) / 1e6:.4g} MB were left" if wanted else "")
-    return f"{type(error).__name__}: {(text.splitlines() or [''])[0]}"
-
-
-def available() -> str | None:
-    """Says why nothing can be measured on this machine; None if it can."""
-    if not hasattr(os, "fork"):
-        return "processes with a limit of memory need Linux"
-    return speed_measure.MemoryServer.problem()

@@ -1,33 +1,14 @@
-"""Clock, peak memory and the ceilings of the machine.
-
-Peak memory of a pass is all memory that the pass has allocated at its peak, with its output and gradients, but without
-its inputs, which exist before.
-
-On CUDA it is `torch.cuda.max_memory_allocated` less the memory that was allocated before. On a CPU each pass runs once
-in a fresh process. The process makes the inputs, runs the method at a short length so that its code is loaded and
-libraries have their buffers, gives free memory back to the system, resets the high-water mark of its resident memory
-(it writes a 5 to `/proc/self/clear_refs`), runs the pass, and reports `VmHWM` less the earlier `VmRSS`. So this needs
-Linux. Repetitions agree to 0.2 MB; results are up to 2 MB above the size of the tensors, because of buffers of
-libraries. These processes take every block above 64 KiB from the system by mmap, which gives it back when freed. They
-are forked from one server, a process that has imported everything and computed nothing, since importing alone takes
-seconds.
-"""
+"""Clock and memory: samples of calls in turns, replays of CUDA graphs, peak and free memory."""
 
 from __future__ import annotations
 
-import ctypes
 import gc
-import json
 import math
-import os
 import statistics
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -35,32 +16,16 @@ from torch import Tensor
 # A sample repeats the call until it is at least this long, so that the cost of the clock does not count.
 SHORTEST_SAMPLE = 0.01
 MOST_CALLS = 100
-COPIED_BYTES = {"cpu": 1 << 28, "cuda": 1 << 30}
-MATMUL_WIDTH = {"cpu": 2048, "cuda": 8192}
-_CLEAR_REFS = Path("/proc/self/clear_refs")
-# In a process that starts with these, freed memory goes back to the system at once.
-_RELEASE_EARLY = {"MALLOC_TRIM_THRESHOLD_": str(1 << 16), "MALLOC_MMAP_THRESHOLD_": str(1 << 16)}
-
-
-def synchronise(device: str) -> None:
-    """Waits until the device has finished all its work."""
-    if device == "cuda":
-        torch.cuda.synchronize()
 
 
 def seconds(call: Callable[[], object], device: str, calls: int = 1) -> float:
-    """Measures the mean seconds of a call over `calls` calls; waits for the device before and after.
-
-    Args:
-        call: the function.
-        device: "cpu" or "cuda".
-        calls: number of calls.
-    """
-    synchronise(device)
+    """Measures the mean seconds of a call over `calls` calls; waits for the device ("cpu" or "cuda") around them."""
+    wait = torch.cuda.synchronize if device == "cuda" else lambda: None
+    wait()
     start = time.perf_counter()
     for _ in range(calls):
         call()
-    synchronise(device)
+    wait()
     return (time.perf_counter() - start) / calls
 
 
@@ -116,11 +81,8 @@ class Timing:
     @classmethod
     def of(cls, samples: list[float], calls: int) -> Timing:
         """Makes it from the seconds of each sample."""
-        median = statistics.median(samples)
-        if len(samples) < 2:
-            return cls(median, median, median, 1, calls)
-        lower, _, upper = statistics.quantiles(samples, n=4, method="inclusive")
-        return cls(median, lower, upper, len(samples), calls)
+        quartiles = statistics.quantiles(samples * 2 if len(samples) == 1 else samples, n=4, method="inclusive")
+        return cls(statistics.median(samples), quartiles[0], quartiles[2], len(samples), calls)
 
 
 @dataclass(frozen=True)
@@ -149,9 +111,9 @@ def interleaved(
     """
     plans = {}
     for name, entry in entries.items():
-        calls = max(1, min(MOST_CALLS, math.ceil(SHORTEST_SAMPLE / max(entry.expected, 1e-9))))
-        rounds = max(1, min(repeats, int(seconds_per_cell / max(entry.expected * calls, 1e-9))))
-        plans[name] = (calls, rounds)
+        expected = max(entry.expected, 1e-9)
+        calls = max(1, min(MOST_CALLS, math.ceil(SHORTEST_SAMPLE / expected)))
+        plans[name] = (calls, max(1, min(repeats, int(seconds_per_cell / (expected * calls)))))
     samples: dict[str, list[float]] = {name: [] for name in entries}
     broken: dict[str, Exception] = {}
     order = list(entries)
@@ -187,8 +149,7 @@ def predict(history: Mapping[int, float], length: int, exponent: int) -> float |
     known = sorted(done for done in history if done < length)
     if not known:
         return None
-    last = known[-1]
-    power = float(exponent)
+    last, power = known[-1], float(exponent)
     if len(known) > 1:
         before = known[-2]
         power = math.log(history[last] / history[before]) / math.log(last / before)
@@ -196,42 +157,8 @@ def predict(history: Mapping[int, float], length: int, exponent: int) -> float |
     return history[last] * (length / last) ** power
 
 
-@dataclass(frozen=True)
-class Ceilings:
-    """Holds the best rates of a machine: bytes per second of a copy (read plus written), operations per second."""
-
-    copy_bytes: float
-    matmul_flops: float
-
-    def roofline_seconds(self, flops: float, moved_bytes: float) -> float:
-        """Gives the least time for a number of operations and of bytes."""
-        return max(flops / self.matmul_flops, moved_bytes / self.copy_bytes)
-
-
-def ceilings(dtype: str, device: str) -> Ceilings:
-    """Measures a copy of 256 MiB (1 GiB on CUDA) and a square matmul of width 2048 (8192) in the type of the cells."""
-    source = torch.ones(COPIED_BYTES[device], dtype=torch.uint8, device=device)
-    target = torch.empty_like(source)
-    width = MATMUL_WIDTH[device]
-    generator = torch.Generator(device=device).manual_seed(0)
-    left, right = (
-        torch.randn(width, width, generator=generator, device=device, dtype=getattr(torch, dtype)) for _ in range(2)
-    )
-    product = torch.empty_like(left)
-    copy = _fastest(lambda: target.copy_(source), device)
-    matmul = _fastest(lambda: torch.mm(left, right, out=product), device)
-    return Ceilings(2 * source.numel() / copy, 2 * width**3 / matmul)
-
-
-def _fastest(call: Callable[[], object], device: str) -> float:
-    seconds(call, device)
-    return min(seconds(call, device) for _ in range(7))
-
-
-def free_bytes(device: str) -> int:
-    """Gives the free memory: of the GPU, or of the machine (within the limit of its control group)."""
-    if device == "cuda":
-        return torch.cuda.mem_get_info()[0]
+def free_bytes() -> int:
+    """Gives the free memory of the machine, within the limit of its control group."""
     found = []
     if (meminfo := Path("/proc/meminfo")).exists():
         lines = [line.split() for line in meminfo.read_text().splitlines()]
@@ -244,7 +171,7 @@ def free_bytes(device: str) -> int:
 
 
 def cuda_peak(call: Callable[[], object]) -> int:
-    """Measures the bytes that a call has allocated on the GPU at its peak."""
+    """Measures the bytes that a call has allocated on the GPU at its peak, without those allocated before."""
     gc.collect()
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
@@ -252,131 +179,3 @@ def cuda_peak(call: Callable[[], object]) -> int:
     call()
     torch.cuda.synchronize()
     return torch.cuda.max_memory_allocated() - before
-
-
-def resident_peak(call: Callable[[], object]) -> int:
-    """Measures the bytes by which a call raises the resident memory of this process at its peak (Linux)."""
-    gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)
-    _CLEAR_REFS.write_text("5")
-    before = _status("VmRSS")
-    call()
-    return max(0, _status("VmHWM") - before)
-
-
-def _status(field: str) -> int:
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(field + ":"):
-            return 1024 * int(line.split()[1])
-    raise RuntimeError(f"expected {field} in /proc/self/status, as on Linux: measure memory on Linux")
-
-
-def warm_libraries() -> None:
-    """Starts the thread pool and the matrix library, whose buffers would otherwise count."""
-    large = torch.ones(1 << 20)
-    large.exp().sum()
-    torch.ones(512, 512) @ torch.ones(512, 512)
-
-
-class MemoryServer:
-    """The process that forks one process per measurement; a context manager.
-
-    Requests and answers are one line of JSON each. Before them, the server writes a line when all is imported.
-
-    Args:
-        threads: CPU threads of a measurement.
-    """
-
-    def __init__(self, threads: int) -> None:
-        self.threads = threads
-        self._process: subprocess.Popen[str] | None = None
-
-    @staticmethod
-    def problem() -> str | None:
-        """Says why memory cannot be measured on this machine; None if it can."""
-        if os.access(_CLEAR_REFS, os.W_OK) and hasattr(os, "fork"):
-            return None
-        return "peak memory on a CPU needs Linux and /proc/self/clear_refs"
-
-    def __enter__(self) -> MemoryServer:
-        environment = {**os.environ, **_RELEASE_EARLY, "OMP_NUM_THREADS": str(self.threads)}
-        command = [sys.executable, "-m", "favor.eval.speed", "--isolate", "--device", "cpu"]
-        self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, text=True
-        )
-        if self._process.stdout is not None:
-            self._process.stdout.readline()  # its imports would slow down passes that are timed
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._process is not None:
-            self._process.communicate(timeout=60)  # the server ends when its input ends
-            self._process = None
-
-    def peak(self, request: dict[str, Any]) -> int:
-        """Measures peak bytes in a fresh process.
-
-        Raises:
-            RuntimeError: if the process fails; the message says why.
-        """
-        process = self._process
-        if process is None or process.stdin is None or process.stdout is None:
-            raise RuntimeError("expected a running memory server; use it as a context manager")
-        try:
-            process.stdin.write(json.dumps(request) + "\n")
-            process.stdin.flush()
-        except BrokenPipeError:
-            raise RuntimeError("the memory server has ended; run the program with --isolate to see why") from None
-        line = process.stdout.readline()
-        if not line:
-            raise RuntimeError("the memory server ended without an answer; maybe the system had no memory left")
-        answer = json.loads(line)
-        if "error" in answer:
-            raise RuntimeError(answer["error"])
-        return answer["bytes"]
-
-
-def serve(requests: IO[str], answers: IO[str], measure: Callable[[dict[str, Any]], int]) -> None:
-    """Writes a line when ready, then answers each line of requests by `measure` in a forked process, until they end.
-
-    Args:
-        requests: lines of JSON.
-        answers: gets lines of JSON.
-        measure: gives the bytes for a request.
-    """
-    gc.collect()
-    gc.freeze()  # a child's collector would otherwise touch, and so copy, every object
-    answers.write("ready\n")
-    answers.flush()
-    for line in requests:
-        receive, send = os.pipe()
-        child = os.fork()
-        if child == 0:
-            _answer(line, send, measure)
-        os.close(send)
-        with os.fdopen(receive) as pipe:
-            text = pipe.read()
-        _, status = os.waitpid(child, 0)
-        if not text:
-            code = os.waitstatus_to_exitcode(status)
-            text = json.dumps({"error": f"the measuring process ended with code {code} and no answer"})
-        answers.write(text + "\n")
-        answers.flush()
-
-
-def _answer(line: str, send: int, measure: Callable[[dict[str, Any]], int]) -> NoReturn:
-    """Answers in the forked process; never returns, since the loop and the buffers belong to the parent.
-
-    Args:
-        line: the request.
-        send: file descriptor that takes the answer.
-        measure: gives the bytes for a request.
-    """
-    os.dup2(2, 1)  # lines that a method prints must not mix with the answers
-    answer: dict[str, Any]
-    try:
-        answer = {"bytes": measure(json.loads(line))}
-    except BaseException as error:
-        answer = {"error": f"{type(error).__name__}: {error}"}
-    os.write(send, json.dumps(answer).encode())
-    os._exit(0)

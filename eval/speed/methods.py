@@ -1,4 +1,4 @@
-"""Methods of the benchmark: FAVOR attention, torch's softmax attention, and linear attention of other packages."""
+"""What the benchmark times: attention of favor, torch and performer-pytorch, and whole models with random weights."""
 
 from __future__ import annotations
 
@@ -7,23 +7,23 @@ import importlib
 import io
 import math
 import warnings
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import cache, lru_cache, partial
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
+from transformers import BertConfig, BertModel, LlamaConfig, LlamaModel
 
-from favor import features as families
+import favor
+from favor import features
 from favor.attention.directions import Draw, directions
 from favor.attention.functional import favor_attention
+from favor.eval.common.isolated import release_early, resident_peak, warm_libraries
 from favor.eval.speed import reference
-from favor.eval.speed.cell import Attend, Cell, run_pass
-from favor.eval.speed.landmarks import landmark_rows
-from favor.landmark.causal import SECTION, SHARE
 
 SDPA = {
     "flash": SDPBackend.FLASH_ATTENTION,
@@ -31,366 +31,302 @@ SDPA = {
     "efficient": SDPBackend.EFFICIENT_ATTENTION,
     "math": SDPBackend.MATH,
 }
-PERFORMER_CHUNKS = 128
-GROUPS = ("favor", "sdpa", "eager", "performer", "fla")
+GROUPS = ("favor", "sdpa", "eager", "performer")
+PERFORMER = "performer-pytorch"
+WARM_UP = 1024  # tokens, long enough that every part of each method runs
+# Landmarks are compared with their definition, which is quadratic, on a shorter cell, and at most to one percent: which
+# of two keys that are almost alike is chosen depends on rounding.
+LANDMARKS_CHECKED, LANDMARKS_TOLERANCE = 2048, 1e-2
+# Whole models: the shape of BERT-base, and of a decoder with grouped heads of the same size.
+MODELS = ("bert", "llama")
+BACKENDS = ("sdpa", "favor+", "favor++", "favor#")
+HIDDEN, MODEL_HEADS, MODEL_KEY_HEADS = 768, 12, 4
 
 
 @dataclass(frozen=True)
-class Prepared:
-    """A method made for one cell.
+class Cell:
+    """All values that determine the inputs of one cell, so that another process can make equal inputs."""
 
-    Attributes:
-        attend: the function to time, `(query, key, value) -> output`, on inputs in the method's own layout.
-        rows: the float64 formula that gives the right output.
-        layout: changes `[B, H, L, d]` to the method's own layout, and also back; it is not timed.
-    """
+    length: int
+    causal: bool
+    backward: bool
+    batch_size: int = 1
+    heads: int = 8
+    head_dim: int = 64
+    num_features: int = 256
+    dtype: str = "float32"
+    device: str = "cpu"
+    seed: int = 0
 
-    attend: Attend
-    rows: Callable[[reference.Sample], reference.Rows]
-    layout: Callable[[Tensor], Tensor] = lambda tensor: tensor
+    @lru_cache(maxsize=2)  # noqa: B019  # cells are few, and all methods share the inputs of one
+    def inputs(self) -> tuple[Tensor, ...]:
+        """Draws normal query, key, value and output gradient `[B, H, L, d]`, of standard deviation 1.
 
-    def check(self, cell: Cell, query: Tensor, key: Tensor, value: Tensor, factor: float = 1.0) -> reference.Check:
-        """Compares the method with the formula on the cell's own inputs.
-
-        Args:
-            cell: sizes and direction.
-            query: `[B, H, L, d]`.
-            key: `[B, Hk, L, d]`.
-            value: `[B, Hk, L, d]`.
-            factor: of the tolerance.
+        The first three require gradients if the cell has a backward pass.
         """
-
-        def attend(*inputs: Tensor) -> Tensor:
-            return self.layout(self.attend(*map(self.layout, inputs)))
-
-        return reference.compare(
-            attend,
-            self.rows,
-            query,
-            key,
-            value,
-            causal=cell.causal,
-            backward=cell.backward,
-            factor=factor,
-            seed=cell.seed,
-        )
+        generator = torch.Generator(device=self.device).manual_seed(self.seed)
+        shape, dtype = (self.batch_size, self.heads, self.length, self.head_dim), getattr(torch, self.dtype)
+        drawn = [torch.randn(shape, generator=generator, device=self.device, dtype=dtype) for _ in range(4)]
+        return *(tensor.requires_grad_(self.backward) for tensor in drawn[:3]), drawn[3]
 
 
-class Method(ABC):
+def run_pass(attend: reference.Attend, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """Runs one pass over the inputs of a cell; gives the output, and three gradients if they are required."""
+    *tokens, slope = inputs
+    if not tokens[0].requires_grad:
+        with torch.no_grad():
+            return (attend(*tokens),)
+    out = attend(*tokens)
+    return (out, *torch.autograd.grad(out, tokens, slope))
+
+
+@dataclass(frozen=True)
+class Method:
     """One way to compute attention.
 
     Attributes:
         name: name of its row in the tables.
+        prepare: makes the function to time, and the float64 formula that gives the right output, for a cell.
         exponent: its time grows with this power of the length.
         factor: factor of the tolerance of its check, in half precision.
+        least: smallest tolerance of its check.
+        checked: greatest length of its check.
+        refuses: says why the method cannot run a kind of cell; None if it can.
     """
 
     name: str
+    prepare: Callable[[Cell], tuple[reference.Attend, reference.Formula]]
     exponent: int = 1
     factor: float = 1.0
+    least: float = 0.0
+    checked: int | None = None
+    refuses: Callable[[Cell], str | None] = lambda cell: None
 
-    def missing(self) -> str | None:
-        """Says why the method cannot run on this machine, and how to install it; None if it can run."""
-        return None
-
-    def refuses(self, cell: Cell) -> str | None:
-        """Says why the method cannot run this kind of cell; None if it can."""
-        return None
-
-    def scratch_bytes(self, cell: Cell) -> int:
-        """Estimates the memory that the method needs beyond a few copies of its inputs; 0 if it needs no more."""
-        return 0
-
-    @abstractmethod
-    def prepare(self, cell: Cell) -> Prepared:
-        """Makes the function to time and the formula to check it with."""
-
-    @abstractmethod
-    def flops(self, cell: Cell) -> float:
-        """Counts the floating-point operations of the pass, as the report states."""
+    def check(self, cell: Cell, formula: reference.Formula | None = None) -> reference.Check:
+        """Compares the method with its formula, or with another one, on inputs of a cell."""
+        cell = replace(cell, length=min(cell.length, self.checked or cell.length))
+        attend, own = self.prepare(cell)
+        factor = self.factor if getattr(torch, cell.dtype).itemsize == 2 else 1.0
+        options = {"causal": cell.causal, "seed": cell.seed}
+        options["tolerance"] = max(self.least, factor * reference.TOLERANCE[cell.dtype])
+        return reference.compare(attend, formula or own, *cell.inputs()[:3], **options)
 
 
-def _linear_flops(cell: Cell, per_feature: int, num_features: int) -> float:
-    passes = 3 if cell.backward else 1
-    tokens = cell.batch_size * cell.heads * cell.length
-    return float(passes * per_feature * num_features * cell.head_dim * tokens)
+def select(groups: Sequence[str], families: Sequence[str], device: str) -> list[Method]:
+    """Lists the methods of some of `GROUPS`, one per family and SDPA backend, even if they cannot run on this machine.
+
+    Args:
+        groups: names of groups.
+        families: families of `favor_attention`, with options as in `favor_method`.
+        device: "cpu" or "cuda".
+
+    Raises:
+        ValueError: for an unknown family.
+    """
+    backends = SDPA if device == "cuda" else ("flash", "math")
+    names = {"favor": families, "sdpa": backends, "eager": [""], "performer": [""]}
+    found = [f"{group}:{name}".rstrip(":") for group in GROUPS if group in groups for name in names[group]]
+    return [by_name(PERFORMER if name == "performer" else name) for name in found]
 
 
-class Softmax(Method):
-    """Base of the kinds of exact attention."""
+def by_name(name: str) -> Method:
+    """Makes the method with a name of the tables; raises ValueError for another name."""
+    group, _, rest = name.partition(":")
+    if group == "favor":
+        return favor_method(rest)
+    if group == "sdpa" and rest in SDPA:
+        return Method(name, partial(_sdpa, rest), exponent=2, refuses=partial(_sdpa_problem, rest))
+    if name == "eager":
+        return Method(name, _eager, exponent=2)
+    if name == PERFORMER:
+        return Method(name, _performer, factor=4.0, refuses=_performer_problem)  # its sums have half precision too
+    raise ValueError(f"expected the name of a method as in the tables, got {name!r}")
 
-    exponent = 2
 
-    def flops(self, cell: Cell) -> float:
-        """Counts 4 L d operations per token and head, half of that if causal; 3.5 times that with the backward pass."""
-        count = 4 * cell.length**2 * cell.head_dim * cell.batch_size * cell.heads
-        return count * (3.5 if cell.backward else 1.0) * (0.5 if cell.causal else 1.0)
+def favor_method(name: str) -> Method:
+    """Makes `favor.favor_attention` with one family of features.
 
-    def matrices(self, cell: Cell, itemsize: int) -> int:
-        """Counts the bytes of the L x L matrices that exist at a time: three, or five with the backward pass."""
-        return (5 if cell.backward else 3) * cell.batch_size * cell.heads * cell.length**2 * itemsize
+    The name wderf@128 means wderf with exact blocks of 128 tokens, landmark+256 means landmarks with 256 selected keys,
+    and landmark alone those with as many as is the default.
+
+    Raises:
+        ValueError: for another name.
+    """
+    first, at, window = name.partition("@")
+    first, plus, keys = first.partition("+")
+    known = [n for n, f in features.REGISTRY.items() if f.selects_keys or issubclass(f, features.PositiveFeatures)]
+    numbers = [number for sign, number in ((at, window), (plus, keys)) if sign]
+    is_landmark = first in known and features.REGISTRY[first].selects_keys
+    if first not in known or not all(map(str.isdecimal, numbers)) or (at if is_landmark else plus):
+        raise ValueError(
+            f"expected features among {', '.join(known)}, alone, as NAME@WINDOW or as landmark+KEYS, got {name!r}"
+        )
+    prepare = partial(_favor, first, int(window or 0), int(keys) if plus else None)
+    own: dict[str, Any] = {"checked": LANDMARKS_CHECKED, "least": LANDMARKS_TOLERANCE} if is_landmark else {}
+    return Method(f"favor:{name}", prepare, **own)
 
 
-class Sdpa(Softmax):
-    """`torch.nn.functional.scaled_dot_product_attention` with one of its backends."""
+def _favor(name: str, window: int, keys: int | None, cell: Cell) -> tuple[reference.Attend, reference.Formula]:
+    options: dict[str, Any] = {"features": name, "num_features": cell.num_features, "seed": cell.seed}
+    attend = partial(favor_attention, **options, is_causal=cell.causal, window=window, selected_keys=keys)
+    if features.REGISTRY[name].selects_keys:
+        return attend, lambda sample: reference.landmarks(sample, cell.num_features, keys)
+    drawn = (cell.num_features, cell.head_dim, cell.heads, True, cell.seed, 0, 0, torch.device(cell.device))
+    omega = directions(Draw(name, *drawn, torch.float64 if cell.dtype == "float64" else torch.float32))
+    return attend, lambda sample: reference.features(sample, name, omega[sample.head], window)
 
-    def __init__(self, backend: str) -> None:
-        self.backend = backend
-        self.name = f"sdpa:{backend}"
 
-    def refuses(self, cell: Cell) -> str | None:
-        """Tries the backend once on a tiny cell of the kind."""
-        return _sdpa_problem(self.backend, replace(cell, length=16))
+def _sdpa(backend: str, cell: Cell) -> tuple[reference.Attend, reference.Formula]:
+    def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        with sdpa_kernel(SDPA[backend]):
+            return scaled_dot_product_attention(query, key, value, is_causal=cell.causal)
 
-    def scratch_bytes(self, cell: Cell) -> int:
-        """Counts the matrices of the math backend, at least in float32; other backends hold none."""
-        return self.matrices(cell, max(cell.itemsize, 4)) if self.backend == "math" else 0
+    return attend, reference.softmax
 
-    def prepare(self, cell: Cell) -> Prepared:
-        """Makes SDPA with only this backend allowed."""
-        grouped = cell.heads != cell.key_heads
 
-        def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-            with sdpa_kernel(SDPA[self.backend]):
-                return scaled_dot_product_attention(query, key, value, is_causal=cell.causal, enable_gqa=grouped)
-
-        return Prepared(attend, reference.softmax_rows)
+def _sdpa_problem(backend: str, cell: Cell) -> str | None:
+    """Tries a backend of torch once on a tiny cell of the kind."""
+    return _tried(backend, replace(cell, length=16))
 
 
 @cache
-def _sdpa_problem(backend: str, tiny: Cell) -> str | None:
+def _tried(backend: str, tiny: Cell) -> str | None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch gives its reasons as warnings
         try:
-            run_pass(Sdpa(backend).prepare(tiny).attend, *tiny.inputs())
+            run_pass(_sdpa(backend, tiny)[0], tiny.inputs())
         except RuntimeError as error:
             return f"this backend does not run here ({str(error).strip().splitlines()[0].rstrip('.')})"
     return None
 
 
-class Eager(Softmax):
-    """Softmax attention as in a textbook: matrix product, softmax, matrix product."""
+def _eager(cell: Cell) -> tuple[reference.Attend, reference.Formula]:
+    """Makes softmax attention as in a textbook: matrix product, softmax, matrix product."""
+    hidden = None
+    if cell.causal:
+        hidden = torch.ones(cell.length, cell.length, dtype=torch.bool, device=cell.device).triu_(1)
 
-    name = "eager"
+    def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        logits = (query @ key.transpose(-1, -2)).mul_(cell.head_dim**-0.5)
+        if hidden is not None:
+            logits = logits.masked_fill_(hidden, -math.inf)
+        return logits.softmax(-1) @ value
 
-    def scratch_bytes(self, cell: Cell) -> int:
-        """Counts logits and weights, in the type of the inputs."""
-        return self.matrices(cell, cell.itemsize)
-
-    def prepare(self, cell: Cell) -> Prepared:
-        """Makes attention that joins the queries of heads that share a key, so that no key is repeated."""
-        group = cell.heads // cell.key_heads
-        hidden = None
-        if cell.causal:
-            ones = torch.ones(cell.length, cell.length, dtype=torch.bool, device=cell.device)
-            hidden = ones.triu_(1)
-
-        def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-            logits = query.unflatten(1, (-1, group)) @ key.unsqueeze(2).transpose(-1, -2)
-            logits = logits.mul_(cell.head_dim**-0.5)
-            if hidden is not None:
-                logits = logits.masked_fill_(hidden, -math.inf)
-            return (logits.softmax(-1) @ value.unsqueeze(2)).flatten(1, 2)
-
-        return Prepared(attend, reference.softmax_rows)
+    return attend, reference.softmax
 
 
-class Favor(Method):
-    """`favor.favor_attention` with one family of features.
-
-    The name wderf@128 means wderf with exact blocks of 128 tokens, landmark+256 means landmarks with 256 selected keys,
-    and landmark alone those with as many as is the default.
-    """
-
-    def __init__(self, name: str) -> None:
-        features, at, window = name.partition("@")
-        features, plus, keys = features.partition("+")
-        family = families.REGISTRY.get(features)
-        numbers = [number for sign, number in ((at, window), (plus, keys)) if sign]
-        if family is None or not all(map(str.isdecimal, numbers)) or (at if family.selects_keys else plus):
-            raise ValueError(
-                f"expected features among {', '.join(families.REGISTRY)}, alone, as NAME@WINDOW or as landmark+KEYS, "
-                f"got {name!r}"
-            )
-        self.features, self.family, self.name = features, family, f"favor:{name}"
-        self.window, self.keys = int(window or 0), int(keys) if plus else None
-
-    def scratch_bytes(self, cell: Cell) -> int:
-        """Counts features of any sign, which are held for all tokens; positive features are not."""
-        if not issubclass(self.family, families.SignedFeatures):
-            return 0
-        return (12 if cell.backward else 4) * cell.batch_size * cell.heads * cell.length * cell.num_features * 4
-
-    def prepare(self, cell: Cell) -> Prepared:
-        """Makes `favor_attention` with the options of the cell."""
-        keys = self.selected(cell)
-        attend = partial(
-            favor_attention,
-            features=self.features,
-            num_features=cell.num_features,
-            is_causal=cell.causal,
-            seed=cell.seed,
-            window=self.window,
-            selected_keys=keys,
-        )
-        if self.family.selects_keys:
-            return Prepared(attend, lambda s: landmark_rows(s, cell.num_features, keys))
-        dtype = torch.float64 if cell.dtype == "float64" else torch.float32
-        drawn = (cell.num_features, cell.head_dim, cell.key_heads, True, cell.seed, 0, 0, torch.device(cell.device))
-        omega = directions(Draw(self.features, *drawn, dtype))
-        return Prepared(attend, lambda s: reference.favor_rows(s, self.features, omega[s.key_head], self.window))
-
-    def selected(self, cell: Cell) -> int:
-        """Gives the number of selected keys."""
-        return self.family.default_selected[cell.causal] if self.keys is None else self.keys
-
-    def flops(self, cell: Cell) -> float:
-        """Counts 8 M d + 4 window d per token and head, and with a backward pass thrice that.
-
-        Landmarks: 4 d for each mean and each key that is read. Searches are not counted.
-        """
-        if not self.family.selects_keys:
-            features = cell.head_dim if self.features == "elu" else cell.num_features
-            per_feature = self.family.operations
-            return _linear_flops(cell, per_feature, features) + _linear_flops(cell, 4, self.window)
-        keys = min(self.selected(cell), cell.length)
-        means = min(cell.num_features, cell.length)
-        if cell.causal:
-            keys += keys // SHARE + min(SECTION, cell.length) // 2
-            means = cell.length // SECTION // 2
-        return _linear_flops(cell, 4, means + keys)
-
-
-class Performer(Method):
-    """`FastAttention` of the package performer-pytorch."""
-
-    name = "performer-pytorch"
-    factor = 4.0  # it keeps exponents and sums in half precision too
-
-    def missing(self) -> str | None:
-        """Says why the package cannot be imported; None if it can."""
-        return _problem("performer_pytorch", "performer-pytorch==1.1.4")
-
-    def scratch_bytes(self, cell: Cell) -> int:
-        """Counts features of all tokens; if causal (without its CUDA extension) also L/128 products [chunk, M, d]."""
-        heads = cell.batch_size * cell.heads * cell.itemsize
-        count = (12 if cell.backward else 6) * heads * cell.length * cell.num_features
-        if cell.causal:
-            chunks = PERFORMER_CHUNKS if cell.backward else 1
-            rows = -(-cell.length // PERFORMER_CHUNKS)
-            count += 3 * chunks * heads * rows * cell.num_features * cell.head_dim
-        return count
-
-    def prepare(self, cell: Cell) -> Prepared:
-        """Makes its module with a projection drawn by the seed; shared keys are repeated, since it has no groups."""
-        module = _load("performer_pytorch")
-        # A causal module prints that it falls back to its slow form.
-        with torch.random.fork_rng(devices=[]), contextlib.redirect_stdout(io.StringIO()):
-            torch.manual_seed(cell.seed)
-            fast = module.FastAttention(cell.head_dim, nb_features=cell.num_features, causal=cell.causal)
-        fast = fast.to(cell.device)
-
-        def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-            return fast(query, _repeated(key, cell, 1), _repeated(value, cell, 1))
-
-        return Prepared(attend, lambda s: reference.performer_rows(s, fast.projection_matrix))
-
-    def flops(self, cell: Cell) -> float:
-        """Counts the operations of a pass as for FAVOR: M features per token and head."""
-        return _linear_flops(cell, 8, cell.num_features)
-
-
-class Fla(Method):
-    """`chunk_linear_attn` of flash-linear-attention, its closest method: identity map, no normaliser."""
-
-    name = "fla"
-
-    def missing(self) -> str | None:
-        """Says that there is no GPU, or why the package cannot be imported; None if it can run."""
-        if not torch.cuda.is_available():
-            return "it runs on CUDA only (pip install flash-linear-attention)"
-        return _problem("fla.ops.linear_attn", "flash-linear-attention")
-
-    def refuses(self, cell: Cell) -> str | None:
-        """Refuses bidirectional cells and cells that are not on CUDA."""
-        if not cell.causal:
-            return "it is causal only"
-        return None if cell.device == "cuda" else "it runs on CUDA only"
-
-    def prepare(self, cell: Cell) -> Prepared:
-        """Makes its function, with inputs `[B, L, H, d]`; shared keys are repeated."""
-        chunked = _load("fla.ops.linear_attn").chunk_linear_attn
-
-        def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-            return chunked(query, _repeated(key, cell, 2), _repeated(value, cell, 2), normalize=False)[0]
-
-        return Prepared(attend, reference.linear_rows, layout=lambda tensor: tensor.transpose(1, 2).contiguous())
-
-    def flops(self, cell: Cell) -> float:
-        """Counts 4 d^2 per token and head, three times that with the backward pass."""
-        return _linear_flops(cell, 4, cell.head_dim)
-
-
-def _repeated(tensor: Tensor, cell: Cell, dim: int) -> Tensor:
-    group = cell.heads // cell.key_heads
-    return tensor if group == 1 else tensor.repeat_interleave(group, dim)
-
-
-def _load(module: str):  # type: ignore[no-untyped-def]
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # such as deprecations in other packages
-        return importlib.import_module(module)
+def _performer(cell: Cell) -> tuple[reference.Attend, reference.Formula]:
+    """Makes `FastAttention` of performer-pytorch with a projection drawn by the seed."""
+    module = importlib.import_module("performer_pytorch")
+    # A causal module prints that it falls back to its slow form.
+    with torch.random.fork_rng(devices=[]), contextlib.redirect_stdout(io.StringIO()):
+        torch.manual_seed(cell.seed)
+        fast = module.FastAttention(cell.head_dim, nb_features=cell.num_features, causal=cell.causal)
+    fast = fast.to(cell.device)
+    return fast, lambda sample: reference.performer(sample, fast.projection_matrix)
 
 
 @cache
-def _problem(module: str, requirement: str) -> str | None:
+def _performer_problem(cell: Cell) -> str | None:
+    requirement = f"pip install {PERFORMER}==1.1.4"
     try:
-        _load(module)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of deprecated functions
+            importlib.import_module("performer_pytorch")
     except ModuleNotFoundError as error:
-        return f"not installed ({error.name} is missing; pip install {requirement})"
+        return f"not installed ({error.name} is missing; {requirement})"
     except Exception as error:  # an old package may fail on a new Python in any way
-        return f"cannot be imported ({type(error).__name__}: {error}; pip install {requirement})"
+        return f"cannot be imported ({type(error).__name__}: {error}; {requirement})"
     return None
 
 
-def select(groups: Sequence[str], features: Sequence[str], device: str) -> list[Method]:
-    """Lists the methods of some of `GROUPS`, one per family and SDPA backend, even if they cannot run on this machine.
+def peak_of(name: str, cell: Cell) -> int:
+    """Measures peak bytes of one pass in the calling process, after a pass at a short length and with all inputs."""
+    release_early()
+    method = by_name(name)
+    warnings.simplefilter("ignore")
+    short = replace(cell, length=min(WARM_UP, cell.length))
+    run_pass(method.prepare(short)[0], short.inputs())
+    attend, inputs = method.prepare(cell)[0], cell.inputs()
+    warm_libraries()
+    return resident_peak(lambda: run_pass(attend, inputs))[1]
 
-    Args:
-        groups: names of groups.
-        features: families of `favor_attention`, with options as in `Favor`.
-        device: "cpu" or "cuda".
 
-    Raises:
-        ValueError: for an unknown group or feature family.
+@dataclass(frozen=True)
+class Model:
+    """A whole model up to its last hidden state: a head over a vocabulary would take more time than the attention.
+
+    Attributes:
+        module: a transformers model in evaluation mode, without dropout.
+        num_features, seed: options of the FAVOR backends.
     """
-    unknown = sorted(set(groups) - set(GROUPS))
-    if unknown:
-        raise ValueError(f"expected methods among {', '.join(GROUPS)}, got {', '.join(unknown)}")
-    backends = tuple(SDPA) if device == "cuda" else ("flash", "math")
-    made: dict[str, list[Method]] = {
-        "favor": [Favor(name) for name in features],
-        "sdpa": [Sdpa(backend) for backend in backends],
-        "eager": [Eager()],
-        "performer": [Performer()],
-        "fla": [Fla()],
-    }
-    return [method for group in GROUPS if group in groups for method in made[group]]
 
+    module: Any
+    num_features: int
+    seed: int
 
-def preload() -> None:
-    """Imports the optional packages, so that forked processes need not."""
-    Performer().missing()
+    @classmethod
+    def build(cls, name: str, *, layers: int, longest: int, num_features: int, seed: int, dtype: torch.dtype) -> Model:
+        """Makes a model of `MODELS` with random weights and `longest` positions; the seed also draws the weights."""
+        sizes: dict[str, Any] = {"hidden_size": HIDDEN, "num_hidden_layers": layers}
+        sizes |= {"num_attention_heads": MODEL_HEADS, "max_position_embeddings": longest}
+        module: Any
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            if name == "bert":
+                module = BertModel(BertConfig(**sizes, intermediate_size=3072), add_pooling_layer=False)
+            else:
+                sizes |= {"num_key_value_heads": MODEL_KEY_HEADS, "intermediate_size": 2048, "use_cache": False}
+                module = LlamaModel(LlamaConfig(**sizes))
+        return cls(module.eval().to(dtype), num_features, seed)
 
+    def use(self, backend: str) -> None:
+        """Switches to a backend; FAVOR runs at every length."""
+        if backend == "sdpa":
+            self.module.set_attn_implementation("sdpa")
+        else:
+            favor.configure(self.module, backend, exact_below=0, num_features=self.num_features, seed=self.seed)
 
-def by_name(name: str) -> Method:
-    """Makes the method with a name of the tables."""
-    group, _, rest = name.partition(":")
-    if group == "favor":
-        return Favor(rest)
-    if group == "sdpa":
-        return Sdpa(rest)
-    for method in (Eager(), Performer(), Fla()):
-        if method.name == name:
-            return method
-    raise ValueError(f"expected the name of a method as in the tables, got {name!r}")
+    def inputs(self, batch_size: int, length: int) -> tuple[Tensor, Tensor]:
+        """Draws tokens `[B, L]`, and a gradient of the last hidden state; a constant one would vanish in the norm."""
+        generator = torch.Generator().manual_seed(self.seed)
+        tokens = torch.randint(1000, self.module.config.vocab_size, (batch_size, length), generator=generator)
+        slope = torch.randn(batch_size, length, HIDDEN, generator=generator)
+        return tokens.to(self.module.device), slope.to(self.module.device, self.module.dtype)
+
+    def run(self, tokens: Tensor, slope: Tensor | None) -> Tensor:
+        """Computes the last hidden state `[B, L, 768]`; with its gradient `slope` also gradients of all weights."""
+        self.module.zero_grad(set_to_none=True)
+        with torch.set_grad_enabled(slope is not None):
+            hidden = self.module(input_ids=tokens).last_hidden_state
+        if slope is not None:
+            hidden.backward(slope)
+        return hidden.detach()
+
+    def problem(self, backend: str, tokens: Tensor, slope: Tensor | None) -> str | None:
+        """Runs once and says what is wrong; None if nothing is.
+
+        Wrong are: another backend, a result of FAVOR that equals that of SDPA, and numbers that are not finite. The
+        cells of attention, not this function, check results against float64.
+
+        Args:
+            backend: the backend to run.
+            tokens: `[B, L]`.
+            slope: gradient of the last hidden state; None for no backward pass.
+        """
+        self.use(backend)
+        implementation = self.module.config._attn_implementation
+        if implementation != backend:
+            return f"expected the backend {backend}, but the model is set to {implementation}"
+        found = [self.run(tokens, slope), *(p.grad for p in self.module.parameters() if p.grad is not None)]
+        if not all(bool(tensor.isfinite().all()) for tensor in found):
+            return "the last hidden state or a gradient is not finite"
+        if slope is not None and len(found) == 1:
+            return "it gives no gradients"
+        if backend != "sdpa":
+            few = tokens[:, :128]
+            estimate = self.run(few, None)
+            self.use("sdpa")
+            if torch.equal(estimate, self.run(few, None)):
+                return "it gives exactly what sdpa gives, so that its features did not run"
+        return None

@@ -102,7 +102,7 @@ ROOT = Folder(
         "first steps": {
             "demo": Program("favor.eval.demo.__main__", "compare exact and linear attention on an example, offline"),
             "check": Program("favor_command.check", "which attention each layer of a model would run, and its cost"),
-            "report": Program("favor.eval.report.__main__", "errors and times on your model and text, for a browser"),
+            "report": Program("favor.eval.report", "errors and times on your model and text, for a browser"),
             "convert": Program("favor_command.convert", "save a model that runs linear attention from now on"),
         },
         "programs": {

@@ -2,10 +2,17 @@
 
 import json
 
+import pytest
+
 import favor
 from favor.eval import generation
 
-SMALL = ["--tokens", "3", "--num_features", "8", "--selected_keys", "64"]
+SMALL = ["--num_features", "8", "--selected_keys", "64"]
+
+
+@pytest.fixture(autouse=True)
+def few(monkeypatch):
+    monkeypatch.setattr(generation, "TOKENS", 3)
 
 
 def test_report_holds_times_and_bytes(tmp_path):

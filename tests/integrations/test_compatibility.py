@@ -7,9 +7,8 @@ import transformers
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from favor.eval.compatibility import __main__ as program
+from favor.eval.compatibility.__main__ import candidates, lines_of
 from favor.eval.compatibility.check import check
-from favor.eval.compatibility.classes import candidates
-from favor.eval.compatibility.report import lines_of
 from favor.integrations import backend, masks
 
 pytestmark = [
@@ -53,6 +52,8 @@ def test_is_exact_attention_with_a_landmark_for_every_key(family, name):
     assert result["estimated"] + result["local"] == result["calls"] > 0
     assert max(result["errors"].values()) < 1e-5
     assert result["few"] > 1e-3
+    states = {"llama": "2 of 2", "gemma3": "1 of 2"}
+    assert family not in states or result["cache"] == f"equal: {states[family]} layers keep a state"
 
 
 def test_sliding_windows_stay_exact():
@@ -79,13 +80,8 @@ def test_differences_between_attentions_of_transformers_are_reported():
     assert line.startswith("| PaliGemmaModel | whole ")
 
 
-def test_decoders_generate_with_a_state():
-    assert result_of("llama", "LlamaForCausalLM")["cache"] == "equal: 2 of 2 layers keep a state"
-    assert result_of("gemma3", "Gemma3ForCausalLM")["cache"] == "equal: 1 of 2 layers keep a state"
-
-
 @pytest.mark.parametrize(("family", "name"), [("llama", "LlamaModel"), ("bert", "BertModel")])
-def test_lost_causality_and_padding_are_found(family, name, monkeypatch):
+def test_lost_causality_and_lost_padding_are_found(monkeypatch, family, name):
     monkeypatch.setattr(backend, "visibility", lambda *args, **kwargs: masks.Visibility(causal=False))
     result = result_of(family, name)
     assert result["category"] == "wrong"

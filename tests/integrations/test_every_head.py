@@ -9,10 +9,10 @@ from architectures import ARCHITECTURES, tokens
 from transformers import AutoTokenizer
 
 import favor
+from favor.eval import report
 from favor.eval.approximation import __main__ as approximation
 from favor.eval.approximation import model as whole
 from favor.eval.language import perplexity
-from favor.eval.report import __main__ as report
 from favor.models import bert, conformer
 from favor_command import check, convert
 from favor_command.saved import load_model, model_class, read_config
@@ -113,7 +113,7 @@ def test_models_that_read_are_reported_calibrated_checked_and_converted(config, 
 def test_models_that_do_not_read_are_refused_before_anything_is_measured(
     config, kind, message, saved, text, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr("favor.eval.approximation.heads.HeadErrors.__call__", None)
+    monkeypatch.setattr("favor.eval.approximation.variants.HeadErrors.__call__", None)
     folder = saved(config, kind)
     for measure in (report_of, lambda *given: approximation.main([folder, "--text", str(text), "--lengths", "24"])):
         with pytest.raises(ValueError, match=message) as error:

@@ -19,11 +19,25 @@ from transformers import (
 import favor
 from favor.eval.approximation import __main__ as approximation
 from favor.eval.approximation import model as approximation_model
-from favor.eval.approximation.heads import HeadErrors, mean_of_values, window_alone
-from favor.eval.approximation.variants import LOCAL, MEAN, Variant, variants_of
-from favor.features.moments import attention_received
+from favor.eval.approximation.variants import (
+    LOCAL,
+    MEAN,
+    HeadErrors,
+    Variant,
+    mean_of_values,
+    variants_of,
+    window_alone,
+)
 from favor.integrations.adapt.observe import Observation
 from favor.integrations.stored import update_choices
+
+
+def run(folder, text, out, words):
+    """Runs the program; returns its JSON and Markdown."""
+    given = ["--text", str(text), "--output_dir", str(out), *words.split()]
+    assert approximation.main([str(folder), *given]) == 0
+    assert (out / "approximation.png").stat().st_size > 10_000
+    return json.loads((out / "approximation.json").read_text()), (out / "approximation.md").read_text()
 
 
 class Encoder(torch.nn.Module):
@@ -61,43 +75,9 @@ def test_baselines_are_their_definition(is_causal, padded):
                 torch.testing.assert_close(local[b, h, i], weights @ values[near])
 
 
-def test_errors_of_heads():
-    """Zero where a window covers the sequence; for favor+ the norm of the difference, written out."""
-    o = seen()
-    variants = [Variant(MEAN, None, 0, 0), Variant("favor#", "wderf", 8, 12), Variant("favor+", None, 8, 0)]
-    errors = HeadErrors(variants, seed=3)
-    errors(o)
-    assert max(row.max() for row in errors.errors[variants[1]][0]) < 1e-6
-    out = favor.favor_attention(o.query, o.key, o.value, features="pos", num_features=8, scale=0.6, seed=3)
-    for b in range(2):
-        for h in range(4):
-            expected = (out - o.output)[b, h].norm() / o.output[b, h].norm()
-            torch.testing.assert_close(errors.errors[variants[2]][0][b][h], expected)
-    norms = 0.6 * o.query.square().sum(-1).mean(-1)
-    torch.testing.assert_close(torch.stack(errors.diagnostics["|x|"][0]).square(), norms)
-
-
-def test_rho_is_the_mean_over_pairs_of_the_log_second_moment():
-    o = seen(groups=1)
-    errors = HeadErrors([])
-    errors(o)
-    family = favor.features.get("wderf")
-    for b in range(2):
-        x, y = (0.6**0.5 * t[b, 0] for t in (o.query, o.key))
-        moments = family.moments(x, y)
-        params = family.fit_moments(moments)
-        z = params.map_queries(x)[:, None] + params.map_keys(y)[None]
-        # Pairs have the weight that the statistics give to their keys.
-        received = attention_received(x, y, None, None, 16, scale=1.0, is_causal=False)
-        expected = (params.log_relative_second_moment(z.flatten(0, 1)).view(12, 12) * received).sum(1).mean()
-        torch.testing.assert_close(errors.diagnostics["rho"][0][b][0], expected)
-
-
 def test_report_of_an_encoder(bert_folder, glue_folder, text, tmp_path):
-    options = ["--lengths", "24", "--samples", "2", "--num_features", "8", "--windows", "0", "24"]
-    more = ["--backends", "favor+", "favor#:wderf", "--glue_dir", str(glue_folder), "--output_dir", str(tmp_path)]
-    assert approximation.main([str(bert_folder), "--text", str(text), *options, *more]) == 0
-    found = json.loads((tmp_path / "approximation.json").read_text())
+    words = "--lengths 24 --samples 2 --num_features 8 --windows 0 24 --backends favor+ favor#:wderf"
+    found, text_of = run(bert_folder, text, tmp_path, f"{words} --glue_dir {glue_folder}")
     by_name = {(v["backend"], v["features"], v["window"]): v for v in found["variants"]}
     assert len(by_name) == 6
     assert by_name[("favor#", "wderf", 24)]["error"] < 1e-5
@@ -108,13 +88,8 @@ def test_report_of_an_encoder(bert_folder, glue_folder, text, tmp_path):
     assert by_name[(MEAN, None, 0)]["score"] is None
     assert by_name[("favor+", None, 24)]["sts"] is None
     assert -1 <= by_name[("favor+", None, 0)]["sts"] <= 1
-    text_of = (tmp_path / "approximation.md").read_text()
     assert str(tmp_path) not in text_of
     assert "| `favor#:wderf` | 8 | 24 | 24 | 0.000 |" in text_of
-    # A row for each attention layer, numbered as in the heat map.
-    diagnostics = text_of.split("## Diagnostics by layer")[1].split("| layer |")[1].splitlines()[2:4]
-    assert [row.split(" | ")[0] for row in diagnostics] == ["| 0", "| 1"]
-    assert (tmp_path / "approximation.png").stat().st_size > 10_000
 
 
 def test_perplexity_of_a_decoder(decoder_folder):
@@ -131,11 +106,15 @@ def test_perplexity_of_a_decoder(decoder_folder):
 
 
 def test_errors_on_a_sample_of_the_queries():
-    """The same as on all queries, of the rows that were drawn; one row of each equal stretch, not always its first."""
+    """The same as on all queries, of the rows that were drawn; one row of each equal stretch, not always its first.
+
+    Zero where a window covers the sequence.
+    """
     o = seen(length=60)
     variants = [Variant(MEAN, None, 0, 0), Variant(LOCAL, None, 0, 7), Variant("favor+", None, 8, 0)]
-    errors = HeadErrors(variants, seed=3, query_samples=12)
+    errors = HeadErrors([*variants, Variant("favor#", "wderf", 8, 60)], seed=3, query_samples=12)
     errors(o)
+    assert max(row.max() for row in errors.errors[errors.variants[3]][0]) < 1e-6
     places = errors._places(60, o.query.device)
     assert (places // 5).tolist() == list(range(12))
     assert len(set((places % 5).tolist())) > 1
@@ -221,11 +200,9 @@ def test_landmarks_have_selected_keys_and_no_window():
 
 def test_no_option_is_left_of_the_variant_before(bert_folder):
     model = BertModel.from_pretrained(bert_folder)
-    first, second = (v for v in variants_of(["favor+:orthogonal=False", "favor+"], [8], [4]) if v.is_backend)
-    approximation_model.switch(model, first, 0)
-    assert model.config.favor["orthogonal"] is False
-    approximation_model.switch(model, second, 0)
-    assert model.config.favor["orthogonal"] is True
+    for variant in variants_of(["favor+:orthogonal=False", "favor+"], [8], [4])[-2:]:
+        approximation_model.switch(model, variant, 0)
+        assert model.config.favor["orthogonal"] is (not variant.more)
     assert (model.config.favor["num_features"], model.config.favor["window"]) == (8, 4)
 
 
@@ -247,15 +224,13 @@ def test_backends_that_are_refused(text, message):
 def test_settings_that_each_layer_chose(bert_folder, text, tmp_path, monkeypatch):
     """With all operations every layer is exact."""
     monkeypatch.setattr("favor.integrations.adapt.convert.VALUES", {"num_features": (2,), "selected_keys": (0,)})
-    options = ["--lengths", "24", "--samples", "2", "--num_features", "8", "--windows", "0", "--backends", "landmark"]
     converted = favor.convert(BertModel.from_pretrained(bert_folder), "landmark", num_features=5, selected_keys=0)
     number = converted.encoder.layer[0].attention.self.favor_layer.number
     update_choices(converted, {number: {"num_features": 24}})
     converted.save_pretrained(tmp_path / "converted")
-    options += ["--adapted", str(tmp_path / "converted")]
-    more = ["--flop_budgets", "0.2", "1", "--choose_on", str(text), "--output_dir", str(tmp_path), "--name", "chosen"]
-    assert approximation.main([str(bert_folder), "--text", str(text), *options, *more]) == 0
-    _, default, stored, cheap, exact = json.loads((tmp_path / "chosen.json").read_text())["variants"]
+    words = "--lengths 24 --samples 2 --num_features 8 --windows 0 --backends landmark"
+    words += f" --adapted {tmp_path / 'converted'} --flop_budgets 0.2 1 --choose_on {text}"
+    _, default, stored, cheap, exact = run(bert_folder, text, tmp_path, words)[0]["variants"]
     assert (stored["label"], stored["num_features"]) == ("landmark (converted)", 0)
     assert max(stored["by_head"][0]) < 1e-5 < 1e-3 < min(stored["by_head"][1])
     assert cheap["chosen"] == [{"num_features": 2, "selected_keys": 0}] * 2
@@ -268,22 +243,8 @@ def test_settings_that_each_layer_chose(bert_folder, text, tmp_path, monkeypatch
 
 def test_report_by_length(bert_folder, text, tmp_path):
     """Also beyond the 128 positions of the model."""
-    options = [
-        "--lengths",
-        "200",
-        "24",
-        "--samples",
-        "2",
-        "--num_features",
-        "8",
-        "--windows",
-        "0",
-        "--query_samples",
-        "50",
-    ]
-    more = ["--backends", "favor+", "landmark:selected_keys=30", "--output_dir", str(tmp_path), "--name", "by_length"]
-    assert approximation.main([str(bert_folder), "--text", str(text), *options, *more]) == 0
-    found = json.loads((tmp_path / "by_length.json").read_text())
+    words = "--lengths 200 24 --samples 2 --num_features 8 --windows 0 --query_samples 50"
+    found, lines = run(bert_folder, text, tmp_path, f"{words} --backends favor+ landmark:selected_keys=30")
     assert found["facts"]["positions"] == "repeat every 128 tokens in longer samples"
     by_name = {(v["backend"], v["length"]): v for v in found["variants"]}
     assert len(by_name) == len(found["variants"]) == 6
@@ -294,9 +255,8 @@ def test_report_by_length(bert_folder, text, tmp_path):
     assert by_name["landmark", 24]["error"] < 1e-5 < by_name["landmark", 200]["error"]
     assert by_name["landmark", 200]["error"] < by_name["favor+", 200]["error"]
     assert by_name["landmark", 24]["score"] == pytest.approx(1.0, abs=1e-6)
-    lines = (tmp_path / "by_length.md").read_text().splitlines()
+    lines = lines.splitlines()
     assert "| mean error (p90) | M | window | L = 24 | L = 200 |" in lines
     name = "| `landmark:selected_keys=30` | 8 | -"
     assert any(line.startswith(f"{name} | 0.000 (0.000) | 0.") for line in lines)
     assert any(line.startswith(f"{name} | 24 | 0.000 | 0.000 | 0.000 | 0.000 | 100% |") for line in lines)
-    assert (tmp_path / "by_length.png").stat().st_size > 10_000

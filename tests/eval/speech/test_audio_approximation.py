@@ -24,7 +24,7 @@ from favor.eval.approximation import audio
 from favor.models.conformer import ConformerForCTC
 
 LENGTHS = {"7": (0.4, 0.5, 0.3, 0.6), "8": (0.2, 0.9)}
-OPTIONS = ["--split", "dev", "--name", "out", "--num_features", "4", "--windows", "0", "--query_samples", "1000"]
+OPTIONS = "--split dev --name out --num_features 4 --windows 0 --query_samples 1000 --backends"
 
 
 @pytest.fixture(scope="module")
@@ -60,8 +60,8 @@ def read(corpus, split, speaker, numbers, seconds):
     return np.concatenate([soundfile.read(file, dtype="float32")[0] for file in files])[: round(seconds * RATE)]
 
 
-def run(folder, corpus, tmp_path, *words):
-    given = ["--audio_dir", str(corpus), "--output_dir", str(tmp_path), *OPTIONS, *words]
+def run(folder, corpus, tmp_path, words):
+    given = ["--audio_dir", str(corpus), "--output_dir", str(tmp_path), *OPTIONS.split(), *words.split()]
     assert approximation.main([str(folder), *given]) == 0
     return json.loads((tmp_path / "out.json").read_text()), (tmp_path / "out.md").read_text()
 
@@ -81,8 +81,8 @@ def test_recordings_are_joined_cut_and_taken_in_turn(corpus):
 @torch.no_grad()
 def test_errors_of_a_whisper(corpus, whisper_folder, tmp_path):
     """By the projections of each layer, SDPA and `favor_attention`; always the frames of a second."""
-    words = ["--seconds", "0.8", "--samples", "2", "--backends", "landmark:selected_keys=0", "favor+"]
-    found, text = run(whisper_folder, corpus, tmp_path, *words)
+    words = "landmark:selected_keys=0 favor+ --seconds 0.8 --samples 2"
+    found, text = run(whisper_folder, corpus, tmp_path, words)
     model = WhisperForConditionalGeneration.from_pretrained(whisper_folder).eval()
     extractor, encoder = WhisperFeatureExtractor.from_pretrained(whisper_folder), model.model.encoder
     projected, errors = {}, {"landmark": [], "favor+": []}
@@ -122,9 +122,8 @@ def test_errors_of_a_whisper(corpus, whisper_folder, tmp_path):
 def test_settings_of_each_layer(corpus, whisper_folder, tmp_path, monkeypatch):
     values = {"num_features": (4, 8), "selected_keys": (0, 16)}
     monkeypatch.setattr("favor.integrations.adapt.convert.VALUES", values)
-    words = ["--seconds", "0.8", "--samples", "2", "--backends", "landmark:selected_keys=0"]
-    budgets = ["--flop_budgets", "0.3", "0.5", "1", "--choose_on", "train"]
-    found, text = run(whisper_folder, corpus, tmp_path, *words, *budgets)
+    words = "landmark:selected_keys=0 --seconds 0.8 --samples 2 --flop_budgets 0.3 0.5 1 --choose_on train"
+    found, text = run(whisper_folder, corpus, tmp_path, words)
     uniform, *chosen = [entry for entry in found["variants"] if entry["backend"] == "landmark"]
     assert [len(entry["chosen"]) for entry in chosen] == [2, 2, 2]
     assert uniform["error"] > chosen[0]["error"] > chosen[2]["error"] == 0
@@ -146,11 +145,10 @@ def test_other_audio_models(corpus, tmp_path):
     )  # fmt: skip
     Wav2Vec2ForCTC(config).save_pretrained(tmp_path / "wav2vec2")
     Wav2Vec2FeatureExtractor().save_pretrained(tmp_path / "wav2vec2")
-    backends = ["landmark:selected_keys=1000", "landmark:selected_keys=0"]
-    words = ["--seconds", "0.8", "0.4", "--samples", "2", "--backends", *backends]
+    words = "landmark:selected_keys=1000 landmark:selected_keys=0 --seconds 0.8 0.4 --samples 2"
     lengths = {}
     for name in ("conformer", "wav2vec2"):
-        found, _ = run(tmp_path / name, corpus, tmp_path, *words)
+        found, _ = run(tmp_path / name, corpus, tmp_path, words)
         wide, bare = ([e for e in found["variants"] if e["more"] == [["selected_keys", each]]] for each in (1000, 0))
         assert [entry["error"] for entry in wide] == pytest.approx([0, 0], abs=1e-5)
         assert min(entry["error"] for entry in bare) > 1e-3
@@ -167,10 +165,7 @@ def test_models_and_lengths_that_are_refused(corpus, whisper_folder, bert_folder
         ("1.1", "--seconds must be at most 1,"),
         ("0.4 0.8", "makes 50 frames of recordings"),
     ):
-        words = f"--seconds {seconds} --samples 1 --backends favor+".split()
         with pytest.raises(ValueError, match=message):
-            run(whisper_folder, corpus, tmp_path, *words)
-    with pytest.raises(
-        ValueError, match=r"processor gives input_features or input_values; the input of Bert.* is input_ids"
-    ):
+            run(whisper_folder, corpus, tmp_path, f"favor+ --seconds {seconds} --samples 1")
+    with pytest.raises(ValueError, match=r"gives input_features or input_values; the input of Bert.* is input_ids"):
         audio.encoder_of(approximation.load_exact(str(bert_folder)))

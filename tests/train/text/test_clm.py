@@ -24,8 +24,10 @@ CALIBRATED = {"attn_implementation": "favor#", "num_features": 8, "exact_below":
 def decoder_folder(text, tmp_path_factory):
     """A LLaMA with random weights, and a tokenizer that makes one token of every word of the text."""
     folder = tmp_path_factory.mktemp("decoder")
-    sizes = {"vocab_size": 320, "hidden_size": 32, "num_hidden_layers": 2, "max_position_embeddings": 320}
-    small_decoder.main(options({"text": text, "output_dir": folder, **sizes}))
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in {"VOCABULARY": 320, "WIDTH": 32, "LAYERS": 2, "LONGEST": 320}.items():
+            patch.setattr(small_decoder, name, value)
+        small_decoder.main(options({"text": text, "output_dir": folder}))
     return folder
 
 
