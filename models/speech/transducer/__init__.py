@@ -1,1 +1,1 @@
-"""The Transducer: its loss (`loss`, on `autograd`, `lattice` and `lattice_gpu`), and its searches (`decoding`)."""
+"""The Transducer: its loss (`loss`) and its searches (`decoding`)."""

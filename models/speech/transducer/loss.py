@@ -1,6 +1,7 @@
 r"""Loss of the Transducer (RNN-T): minus the log probability of the targets, summed over all alignments.
 
-With P(k | t, u) = softmax(logits[t, u])_k, and a lattice whose nodes (t, u) have seen t frames and emitted u labels,
+A lattice node (t, u) has seen t frames and emitted u labels. The blank leads from it to (t + 1, u), the next label to
+(t, u + 1). With P(k | t, u) = softmax(logits[t, u])_k,
 
 .. math:: L = -\log \sum_{\text{alignments}} \prod P, \qquad
     \frac{\partial L}{\partial \text{logits}[t, u, k]} = (g_\varnothing + g_y) P(k | t, u)
@@ -10,20 +11,28 @@ where g are the probabilities, given the target, that an alignment takes the bla
 eq. 16 to 18 of Graves 2012, "Sequence Transduction with Recurrent Neural Networks" (arXiv:1211.3711); the gradient
 merges those of the loss and of the softmax ("function merging" of Li et al. 2019, "Improving RNN Transducer Modeling
 for End-to-End Speech Recognition", arXiv:1909.12415), so that no log probabilities for all k are kept.
+
+Two nodes of autograd's graph do this: `Steps`, from logits to the log probabilities of blank and label at each node of
+the lattice, and `Alignments`, from these to the loss.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
+from torch.utils.checkpoint import checkpoint
 
-from favor.models.speech.transducer.autograd import FromLogits, FromNetworks, Joint, Network, Task, probe
-from favor.models.speech.transducer.lattice import pick
-
-REDUCTIONS = ("none", "mean", "sum", "mean_volume")
+REDUCTIONS = ("none", "mean", "sum")
 INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+INF = float("inf")
+# Numbers of the logits whose softmax exists at once.
+PIECE = {"cpu": 1 << 18}
+LARGE_PIECE = 1 << 23
+Joint = Callable[[Tensor, Tensor], Tensor]
 
 
 def transducer_loss(
@@ -34,8 +43,6 @@ def transducer_loss(
     *,
     blank: int = 0,
     reduction: str = "mean",
-    clamp: float | None = None,
-    kernel: str = "auto",
 ) -> Tensor:
     """Computes the negative log-likelihood of targets under a Transducer, in nats (Graves 2012, eq. 17).
 
@@ -50,19 +57,14 @@ def transducer_loss(
         target_lengths: labels of each sequence `[B]`, from 0 to U.
         blank: id of the blank. Default 0, as in CTC; that of torchaudio is the last id.
         reduction: "none" for `[B]`; "sum"; "mean" (default): over the batch, whatever the lengths, as in torchaudio
-            ("mean_batch" of NeMo and transformers); "mean_volume", a name of theirs: the sum divided by the number of
-            all labels (at least 1).
-        clamp: if given, entries of the gradient of each sequence's loss with respect to the logits are limited to
-            [-clamp, clamp], before they are multiplied with the gradient of that loss, as torchaudio does.
-        kernel: for the sums over alignments, "auto" (default: Triton on CUDA if it is installed and U < 1024, else
-            torch), "torch" or "triton".
+            ("mean_batch" of NeMo and transformers).
 
     Returns:
         `[B]` or (), in the type of the logits, but float32 for float16 and bfloat16.
 
     Raises:
         TypeError: for tensors of a wrong type.
-        ValueError: for shapes, lengths, ids or options that do not fit, or a kernel that cannot run.
+        ValueError: for shapes, lengths, ids or options that do not fit.
 
     Example:
         >>> import torch
@@ -72,12 +74,10 @@ def transducer_loss(
         tensor(3.4657)
     """
     _check_floating("logits", logits, "[B, T, U + 1, V]")
-    _check_options(reduction, clamp)
-    chosen = pick(kernel, logits.device, logits.shape[2])
-    differentiable = torch.is_grad_enabled() and logits.requires_grad
-    frames, labels, ids = _checked(targets, logit_lengths, target_lengths, logits.shape, blank)
-    task = Task(ids.to(logits.device), frames, labels, blank, clamp, chosen, differentiable)
-    return _reduced(FromLogits.apply(task, logits), reduction, task)
+    frames, labels, ids = _checked(targets, logit_lengths, target_lengths, logits.shape[:3], blank, reduction)
+    empty = _no_steps(logits.shape[:3], logits)
+    steps = Steps.apply(logits, empty, ids.to(logits.device), frames, labels, blank)
+    return _reduced(Alignments.apply(steps, frames, labels), reduction)
 
 
 def joint_transducer_loss(
@@ -90,20 +90,15 @@ def joint_transducer_loss(
     *,
     blank: int = 0,
     reduction: str = "mean",
-    clamp: float | None = None,
-    kernel: str = "auto",
     max_cells: int = 1 << 14,
 ) -> Tensor:
     """Computes `transducer_loss` of logits that a joint network makes, which never exist all at once.
 
     The joint network is called on pieces of at most `max_cells` nodes of a sequence's lattice, without its padding:
-    once without autograd, for the loss, and once more in the backward pass. So peak memory grows with `max_cells` V,
-    not with B T U V, for one more forward pass of the joint network. Its second calls see the same autocast and random
-    numbers as the first, so dropout in it is allowed; layers that keep statistics would count everything twice.
-
-    Gradients reach `hidden`, `prediction` and the parameters that `joint` uses (however it is made: these are found by
-    calling it on one node), each parameter's in one piece. Whatever else needs a gradient must come in by `hidden` or
-    `prediction`.
+    once for the loss, and once more in the backward pass (`torch.utils.checkpoint`). So peak memory grows with
+    `max_cells` V, not with B T U V, for one more forward pass of the joint network. Its second calls see the same
+    autocast and random numbers as the first, so dropout in it is allowed; layers that keep statistics would count
+    everything twice.
 
     Args:
         hidden: encoder output `[B, T, H]`.
@@ -114,8 +109,6 @@ def joint_transducer_loss(
         target_lengths: `[B]`.
         blank: default 0.
         reduction: default "mean".
-        clamp: for the gradient with respect to the logits. Default None.
-        kernel: "auto" (default), "torch" or "triton".
         max_cells: default 16384, with 1024 tokens 64 MiB of logits in float32, of which a handful exist at a time.
 
     Returns:
@@ -133,8 +126,8 @@ def joint_transducer_loss(
         >>> bool(joint_transducer_loss(hidden, prediction, torch.add, torch.tensor([[1, 2]]), *lengths) > 0)
         True
     """
-    for name, tensor in (("hidden", hidden), ("prediction", prediction)):
-        _check_floating(name, tensor, "[B, T, H]" if name == "hidden" else "[B, U + 1, P]")
+    _check_floating("hidden", hidden, "[B, T, H]")
+    _check_floating("prediction", prediction, "[B, U + 1, P]")
     if len(hidden) != len(prediction) or hidden.device != prediction.device:
         raise ValueError(
             "hidden and prediction must have the same batch and device, got "
@@ -142,67 +135,226 @@ def joint_transducer_loss(
         )
     if max_cells < 1:
         raise ValueError(f"max_cells must be at least 1, got {max_cells}.")
-    _check_options(reduction, clamp)
-    chosen = pick(kernel, hidden.device, prediction.shape[1])
-    vocabulary, parameters = probe(joint, hidden, prediction)
-    shape = (*hidden.shape[:2], prediction.shape[1], vocabulary)
-    frames, labels, ids = _checked(targets, logit_lengths, target_lengths, shape, blank)
-    tensors = (hidden, prediction, *parameters)
-    differentiable = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
-    task = Task(ids.to(hidden.device), frames, labels, blank, clamp, chosen, differentiable)
-    return _reduced(FromNetworks.apply(task, Network(joint, max_cells, parameters), *tensors), reduction, task)
+    shape = (*hidden.shape[:2], prediction.shape[1])
+    frames, labels, ids = _checked(targets, logit_lengths, target_lengths, shape, blank, reduction)
+
+    def steps_of(frame: Tensor, text: Tensor, own: Tensor) -> Tensor:
+        # Made first: what stays, between what goes, would split the memory that the next piece needs.
+        steps = _no_steps((1, len(frame), len(text)), frame)
+        logits = _join(joint, frame, text)[None]
+        return Steps.apply(logits, steps, own[None], [len(frame)], [len(text) - 1], blank)[:, 0]
+
+    kind, rows = hidden.device.type, []
+    given = zip(hidden.unbind(), prediction.unbind(), ids.to(hidden.device).unbind(), frames, labels, strict=True)
+    # In autocast's cache a weight would be one cast for all pieces, and sum up their gradients in half precision.
+    with torch.autocast(kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind), cache_enabled=False):
+        for sequence, text, own, stop, last in given:
+            width = min(last + 1, max_cells)
+            height = max(1, max_cells // width)
+            texts = [*zip(text[: last + 1].split(width), own[: last + 1].split(width), strict=True)]
+            strips = [
+                torch.cat([checkpoint(steps_of, piece, *columns, use_reentrant=False) for columns in texts], -1)
+                for piece in sequence[:stop].split(height)
+            ]
+            rows.append(pad(torch.cat(strips, 1), (0, shape[2] - last - 1, 0, shape[1] - stop)))
+    return _reduced(Alignments.apply(torch.stack(rows, 1), frames, labels), reduction)
+
+
+class Steps(torch.autograd.Function):
+    """Log probabilities of the blank and of the next label at each node, `[2, B, T, U + 1]`; keeps the logits.
+
+    Inputs are logits `[B, T, U + 1, V]`, zeros to fill, ids of labels `[B, U + 1]`, frames and labels per sequence, and
+    the blank.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, logits: Tensor, steps: Tensor, ids: Tensor, frames: list[int], labels: list[int], blank: int
+    ) -> Tensor:
+        """Reads the nodes that are not padding, a piece at a time."""
+        vocabulary = logits.shape[-1]
+        if max(blank, int(ids.max())) >= vocabulary:
+            raise ValueError(
+                f"targets and blank must be ids from 0 to {vocabulary - 1}, got {int(ids.max())} and {blank}."
+            )
+        most = max(1, PIECE.get(logits.device.type, LARGE_PIECE) // vocabulary)
+        ctx.pieces, ctx.blank = [*_pieces(frames, labels, most)], blank
+        ctx.save_for_backward(logits, ids)
+        ctx.mark_dirty(steps)
+        for piece in ctx.pieces:
+            log_p = torch.log_softmax(logits[piece], -1, dtype=steps.dtype)
+            steps[0][piece] = log_p[..., blank]
+            steps[1][piece] = log_p.gather(-1, _everywhere(ids, piece, len(log_p))).squeeze(-1)
+        return steps
+
+    @staticmethod
+    def backward(ctx: Any, slopes: Tensor) -> tuple[Any, ...]:
+        """Computes the gradient with respect to the logits."""
+        logits, ids = ctx.saved_tensors
+        gradient = torch.zeros_like(logits)
+        for piece in ctx.pieces:
+            blank, label = slopes[0][piece], slopes[1][piece]
+            slope = torch.softmax(logits[piece], -1, dtype=slopes.dtype)
+            slope *= -(blank + label).unsqueeze(-1)
+            slope[..., ctx.blank] += blank
+            slope.scatter_add_(-1, _everywhere(ids, piece, len(slope)), label.unsqueeze(-1))
+            gradient[piece] = slope
+        return gradient, None, None, None, None, None
+
+
+def _no_steps(shape: Sequence[int], like: Tensor) -> Tensor:
+    """Makes the zeros `[2, B, T, U + 1]` that `Steps` fills, in float32 or float64."""
+    return torch.zeros(2, *shape, dtype=torch.promote_types(like.dtype, torch.float32), device=like.device)
+
+
+def _everywhere(ids: Tensor, piece: tuple[int, slice, slice], height: int) -> Tensor:
+    """Gives the ids of a piece at each of its nodes, `[t, u, 1]`."""
+    row, _, columns = piece
+    return ids[row, columns].expand(height, -1).unsqueeze(-1)
+
+
+def _pieces(frames: list[int], labels: list[int], cells: int) -> Iterator[tuple[int, slice, slice]]:
+    """Yields sequence, frames and labels of pieces of at most `cells` nodes; they leave out padding only."""
+    for row, (stop, last) in enumerate(zip(frames, labels, strict=True)):
+        width = min(last + 1, cells)
+        height = max(1, cells // width)
+        for t in range(0, stop, height):
+            for u in range(0, last + 1, width):
+                yield row, slice(t, min(t + height, stop)), slice(u, min(u + width, last + 1))
+
+
+class Alignments(torch.autograd.Function):
+    """Losses `[B]` of the log probabilities of steps `[2, B, T, U + 1]`, in float64 by diagonals of the lattice.
+
+    All nodes with the same t + u follow from those one step before: T + U steps on vectors. Log probabilities are kept
+    sheared, `[T + U, B, U + 1]`, a diagonal in one piece, and that of a label at the node it leads to. Shorter
+    sequences continue from their own end (T_b, U_b) to the common end (T, U) on the only way left open, at no cost.
+    Sums reach thousands of nats, and differences of them are taken: hence float64.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, steps: Tensor, frames: list[int], labels: list[int]) -> Tensor:
+        """Sums over the ways to each node and, for a backward pass, over those from it."""
+        _, batch, T, width = steps.shape
+        blanks = steps.new_full((T + width - 1, batch, width), -INF, dtype=torch.float64)
+        moves = torch.full_like(blanks, -INF)
+        strides = (width, batch * width, batch * width + 1)
+        blank, label = (
+            blanks.as_strided((batch, T, width), strides),
+            moves.as_strided((batch, T + 1, width - 1), strides, 1),
+        )
+        for row, (stop, last) in enumerate(zip(frames, labels, strict=True)):
+            blank[row, :stop, : last + 1] = steps[0, row, :stop, : last + 1]
+            label[row, :stop, :last] = steps[1, row, :stop, :last]
+            blank[row, stop:, -1] = 0
+            label[row, stop, last:] = 0
+        ways = _ways_to(blanks, moves)
+        total = ways[-1, :, -1].clone()
+        if ctx.needs_input_grad[0]:
+            _add_ways_from(blanks, moves)
+            blanks += ways[:-1, :, 1:]
+            moves += ways[:-1, :, :-1]
+            for diagonals in (blanks, moves):
+                diagonals -= total[:, None]
+                diagonals.exp_()
+            taken = torch.zeros_like(steps)
+            taken[0] = blank
+            taken[1, ..., :-1] = label[:, :-1]
+            ctx.save_for_backward(taken)
+        return -total.to(steps.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, weights: Tensor) -> tuple[Any, ...]:
+        """Weights the probabilities that an alignment takes each step; weight 0 leaves an infinite loss out."""
+        if torch.is_grad_enabled():  # the saved probabilities would count as constants
+            raise RuntimeError("the transducer loss can be differentiated once: leave create_graph=True out.")
+        scale = weights[:, None, None]
+        return torch.where(scale == 0, 0, -scale * ctx.saved_tensors[0]), None, None
+
+
+def _ways_to(blank: Tensor, label: Tensor) -> Tensor:
+    """Sums all ways from the first node to each, alpha of eq. 16: `[N + 1, B, W + 1]` for two times `[N, B, W]`.
+
+    Column u + 1 is for u labels; column 0 is -inf.
+    """
+    steps, batch, width = blank.shape
+    ways = blank.new_full((steps + 1, batch, width + 1), -INF)
+    ways[0, :, 1] = 0
+    here = ways[0]
+    for stay, move, following in zip(blank.unbind(), label.unbind(), ways[1:].unbind(), strict=True):
+        torch.logaddexp(here[:, 1:] + stay, here[:, :-1] + move, out=following[:, 1:])
+        here = following
+    return ways
+
+
+def _add_ways_from(blank: Tensor, label: Tensor) -> None:
+    """Adds to each transition the sum over all ways from where it leads to the last node, beta of eq. 18, in place."""
+    _, batch, width = blank.shape
+    ways = blank.new_full((batch, width), -INF)
+    ways[:, -1] = 0
+    for stay, move in zip(reversed(blank.unbind()), reversed(label.unbind()), strict=True):
+        stay += ways
+        move += ways
+        ways = stay.clone()
+        torch.logaddexp(stay[:, :-1], move[:, 1:], out=ways[:, :-1])
+
+
+def _join(joint: Joint, hidden: Tensor, prediction: Tensor) -> Tensor:
+    """Computes logits `[t, u, V]` of frames `[t, H]` and predictions `[u, P]`; raises ValueError for another shape."""
+    logits = joint(hidden[:, None], prediction[None])
+    expected = (len(hidden), len(prediction))
+    if logits.ndim != 3 or tuple(logits.shape[:2]) != expected or not logits.is_floating_point():
+        raise ValueError(
+            f"joint must turn {[*hidden[:, None].shape]} and {[*prediction[None].shape]} into floating-point logits "
+            f"[{expected[0]}, {expected[1]}, V], leading dimensions broadcast; got {logits.dtype} {[*logits.shape]}."
+        )
+    return logits
 
 
 def _check_floating(name: str, tensor: Tensor, layout: str) -> None:
     """Raises unless `tensor` is of floating point, has the dimensions of `layout`, and none of them is 0."""
     if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
-        kind = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
-        raise TypeError(f"{name} must be a floating-point tensor {layout}, got {kind}.")
+        raise TypeError(f"{name} must be a floating-point tensor {layout}, got {_kind(tensor)}.")
     if tensor.ndim != layout.count(",") + 1 or 0 in tensor.shape:
         raise ValueError(f"{name} must be {layout} with no dimension of size 0, got {[*tensor.shape]}.")
 
 
-def _check_options(reduction: str, clamp: float | None) -> None:
-    if reduction not in REDUCTIONS:
-        raise ValueError(f"reduction must be one of {', '.join(map(repr, REDUCTIONS))}; got {reduction!r}.")
-    if clamp is not None and not clamp > 0:
-        raise ValueError(f"clamp must be positive, or None for no limit; got {clamp}.")
+def _kind(given: Any) -> Any:
+    return given.dtype if isinstance(given, Tensor) else type(given).__name__
 
 
 def _checked(
-    targets: Tensor, logit_lengths: Tensor, target_lengths: Tensor, shape: Sequence[int], blank: int
+    targets: Tensor,
+    logit_lengths: Tensor,
+    target_lengths: Tensor,
+    shape: Sequence[int],
+    blank: int,
+    reduction: str,
 ) -> tuple[list[int], list[int], Tensor]:
-    """Gives frames and labels per sequence, and targets `[B, U + 1]`, 0 for padding; `shape` is B, T, U + 1, V."""
-    batch, frames, width, vocabulary = shape
-    layouts = {"targets": (targets, [batch, width - 1]), "logit_lengths": (logit_lengths, [batch])}
-    for name, (tensor, expected) in (layouts | {"target_lengths": (target_lengths, [batch])}).items():
+    """Gives frames and labels per sequence, and targets `[B, U + 1]`, 0 for padding; `shape` is B, T, U + 1."""
+    if reduction not in REDUCTIONS:
+        raise ValueError(f"reduction must be one of {', '.join(map(repr, REDUCTIONS))}; got {reduction!r}.")
+    batch, frames, width = shape
+    lengths = {"logit_lengths": (logit_lengths, 1, frames), "target_lengths": (target_lengths, 0, width - 1)}
+    for name, tensor in {"targets": targets, "logit_lengths": logit_lengths, "target_lengths": target_lengths}.items():
+        expected = [batch] if name in lengths else [batch, width - 1]
         if not isinstance(tensor, Tensor) or tensor.dtype not in INTEGERS:
-            kind = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
-            raise TypeError(f"{name} must be a tensor of integers, got {kind}.")
+            raise TypeError(f"{name} must be a tensor of integers, got {_kind(tensor)}.")
         if [*tensor.shape] != expected:
-            raise ValueError(f"{name} must be {expected} for B, T, U + 1 = {[*shape[:3]]}, got {[*tensor.shape]}.")
-    counts = logit_lengths.tolist(), target_lengths.tolist()
-    for name, found, least, most in zip(
-        ("logit_lengths", "target_lengths"), counts, (1, 0), (frames, width - 1), strict=True
-    ):
-        if min(found) < least or max(found) > most:
-            raise ValueError(f"{name} must be from {least} to {most}, got {min(found)} to {max(found)}.")
-    if not 0 <= blank < vocabulary:
-        raise ValueError(f"blank must be an id from 0 to {vocabulary - 1}, got {blank}.")
+            raise ValueError(f"{name} must be {expected} for B, T, U + 1 = {[*shape]}, got {[*tensor.shape]}.")
+    for name, (found, least, most) in lengths.items():
+        if found.min() < least or found.max() > most:
+            raise ValueError(f"{name} must be from {least} to {most}, got {found.min()} to {found.max()}.")
     known = torch.arange(width - 1, device=targets.device) < target_lengths.to(targets.device)[:, None]
-    wrong = known & ((targets < 0) | (targets >= vocabulary) | (targets == blank))
-    if wrong.any():
-        row, column = wrong.nonzero()[0].tolist()
+    wrong = targets[known & ((targets < 0) | (targets == blank))]
+    if blank < 0 or len(wrong):
         raise ValueError(
-            f"targets must be ids from 0 to {vocabulary - 1} other than the blank, {blank}, up to target_lengths; got "
-            f"{targets[row, column].item()} at [{row}, {column}]."
+            f"targets must be ids of at least 0 other than the blank, {blank}, up to target_lengths, and the blank at "
+            f"least 0; got targets {wrong[:1].tolist()}."
         )
-    return *counts, torch.nn.functional.pad(targets.long().masked_fill(~known, 0), (0, 1))
+    ids = pad(targets.long().masked_fill(~known, 0), (0, 1))
+    return logit_lengths.tolist(), target_lengths.tolist(), ids
 
 
-def _reduced(losses: Tensor, reduction: str, task: Task) -> Tensor:
-    if reduction == "none":
-        return losses
-    if reduction == "mean":
-        return losses.mean()
-    return losses.sum() / (max(1, sum(task.labels)) if reduction == "mean_volume" else 1)
+def _reduced(losses: Tensor, reduction: str) -> Tensor:
+    return losses if reduction == "none" else losses.mean() if reduction == "mean" else losses.sum()
