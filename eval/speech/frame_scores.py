@@ -11,7 +11,7 @@ from torch import Tensor
 
 from favor.eval import asr
 from favor.models.speech import ConformerProcessor
-from favor.models.speech.transcript.pronunciations import lexicon_of
+from favor.models.speech.pronunciations import lexicon_of
 from favor.train.common.arguments import BackendArguments
 from favor.train.speech.data import Utterance
 from favor.train.speech.loaders import evaluation_loader

@@ -19,7 +19,7 @@ from pathlib import Path
 from favor.eval.speech.letters_to_sounds import LetterToSound, possessive, without_stress
 from favor.eval.speech.texts import transcripts
 from favor.models.speech import normalize_transcript
-from favor.models.speech.transcript.pronunciations import write_lexicon
+from favor.models.speech.pronunciations import write_lexicon
 from favor.train.common.program import Parser, program
 from favor.train.speech.sources import load_speech
 from favor.train.text.samples import read_text

@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from favor.models.speech.audio.files import stretch
+from favor.models.speech.audio import stretch
 
 WORDS_PER_MINUTE = 160  # of espeak-ng at its normal speed
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import BatchFeature, LasrFeatureExtractor
 
-from favor.models.speech.audio.waveforms import check_call, check_sizes, waveforms
+from favor.models.speech.audio import check_call, check_sizes, waveforms
 
 NORMALIZE = ("utterance", "none")
 # Frames whose spectra exist at once: about 4 MB, whether the audio lasts a second or an hour.

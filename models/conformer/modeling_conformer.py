@@ -24,8 +24,8 @@ from favor.models.conformer.encoder_layers import ConformerAttention, ConformerB
 from favor.models.conformer.streaming import ConformerStream
 from favor.models.conformer.transcript_stream import TranscriptStream
 from favor.models.speech.encoder import Count, EncoderOutput, ctc_loss, frame_counts, right_padded
-from favor.models.speech.transcript.processor import ConformerProcessor
-from favor.models.speech.transcript.utterances import EndpointRules
+from favor.models.speech.spans import EndpointRules
+from favor.models.speech.tokenizer import ConformerProcessor
 from favor.models.speech.transcription import TranscribesCTC, processor_of
 
 _OF_CONFIG = ("architectures", "cache_dir", "force_download", "local_files_only", "revision", "subfolder", "token")

@@ -19,10 +19,10 @@ from favor.models.conformer.chunks import Chunks
 from favor.models.conformer.configuration_conformer import ConformerConfig
 from favor.models.conformer.modeling_conformer import ConformerModel, ConformerPreTrainedModel
 from favor.models.speech.encoder import IGNORED, ctc_loss, frame_counts
-from favor.models.speech.transcript.spans import Emission
+from favor.models.speech.lattice import joint_transducer_loss
+from favor.models.speech.spans import Emission
 from favor.models.speech.transcription import Transcribes
-from favor.models.speech.transducer.decoding import transducer_emissions, transducer_greedy
-from favor.models.speech.transducer.loss import joint_transducer_loss
+from favor.models.speech.transducer import transducer_emissions, transducer_greedy
 
 State = tuple[Tensor, ...]
 

@@ -10,9 +10,9 @@ from torch import Tensor
 from favor.models.conformer.chunks import Chunks
 from favor.models.conformer.encoder_state import EncoderState, check_stream, encode
 from favor.models.conformer.feature_extraction_conformer import ConformerFeatureExtractor
-from favor.models.speech.audio.waveforms import check_open, one_waveform
-from favor.models.speech.transcript.processor import ConformerProcessor
-from favor.models.speech.transducer.decoding import transducer_greedy
+from favor.models.speech.audio import check_open, one_waveform
+from favor.models.speech.tokenizer import ConformerProcessor
+from favor.models.speech.transducer import transducer_greedy
 
 if TYPE_CHECKING:
     from favor.models.conformer.modeling_conformer import ConformerForCTC, ConformerModel

@@ -12,16 +12,17 @@ from torch.nn.utils.rnn import pad_sequence
 
 from favor.models.conformer.chunks import Chunks
 from favor.models.conformer.encoder_state import EncoderState, check_stream, encode
-from favor.models.speech.audio.waveforms import check_open, one_waveform
-from favor.models.speech.transcript.processor import ConformerProcessor
-from favor.models.speech.transcript.spans import (
+from favor.models.speech.audio import check_open, one_waveform
+from favor.models.speech.spans import (
     Emission,
+    EndpointRules,
     Span,
+    Utterance,
     in_seconds,
     join_words,
 )
-from favor.models.speech.transcript.utterances import EndpointRules, Utterance
-from favor.models.speech.transducer.decoding import DIVERGED, begin, transducer_emissions
+from favor.models.speech.tokenizer import ConformerProcessor
+from favor.models.speech.transducer import DIVERGED, begin, transducer_emissions
 
 BLOCK_FRAMES = 250
 # Tokens of each frame, with their probabilities.

@@ -12,14 +12,14 @@ import torch
 from torch import Tensor
 
 from favor.integrations.modules import evaluating
-from favor.models.speech.audio.files import file_seconds, read_file
-from favor.models.speech.search.choice import Scorer, search_emissions, searched_words
-from favor.models.speech.search.common import check_beam
-from favor.models.speech.search.ngram import NgramModel
-from favor.models.speech.search.scores import WordScorer, check_searches_words
-from favor.models.speech.transcript.processor import ConformerProcessor
-from favor.models.speech.transcript.pronunciations import Pronunciations, lexicon_of
-from favor.models.speech.transcript.spans import Emission, Span, in_seconds, join_segments, join_words
+from favor.models.speech.audio import file_seconds, read_file
+from favor.models.speech.ctc import check_beam
+from favor.models.speech.ngram import NgramModel
+from favor.models.speech.pronunciations import Pronunciations, lexicon_of
+from favor.models.speech.spans import Emission, Span, in_seconds, join_segments, join_words
+from favor.models.speech.tokenizer import ConformerProcessor
+from favor.models.speech.word_beam import Scorer, check_searches_words, search_emissions, searched_words
+from favor.models.speech.word_scorer import WordScorer
 
 Audio = str | Path | np.ndarray | Tensor
 TIMES = (None, "char", "word", "segment")

@@ -9,7 +9,7 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 from transformers import BatchFeature, WhisperFeatureExtractor
 
-from favor.models.speech.audio.waveforms import check_call, check_sizes, waveforms
+from favor.models.speech.audio import check_call, check_sizes, waveforms
 
 
 class WhisperCTCFeatureExtractor(WhisperFeatureExtractor):

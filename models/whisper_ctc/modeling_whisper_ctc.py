@@ -18,7 +18,7 @@ from transformers.utils.generic import can_return_tuple
 from transformers.utils.output_capturing import capture_outputs
 
 from favor.models.speech.encoder import Count, EncoderOutput, PaddedBatchNorm, ctc_loss, frame_counts, right_padded
-from favor.models.speech.transcript.processor import ConformerProcessor
+from favor.models.speech.tokenizer import ConformerProcessor
 from favor.models.speech.transcription import TranscribesCTC
 from favor.models.whisper_ctc.configuration_whisper_ctc import WhisperCTCConfig
 from favor.models.whisper_ctc.streaming_whisper_ctc import WhisperCTCStream

@@ -187,7 +187,7 @@ def load_processor(model: str, kind: Any = None, *, trust_remote_code: bool = Fa
 
 def check_preprocessor(model: str) -> None:
     """Raises a ValueError if a folder has a feature extractor, of any class, whose sizes would fill the memory."""
-    from favor.models.speech.audio.waveforms import MOST
+    from favor.models.speech.audio import MOST
 
     for path in (Path(model) / "preprocessor_config.json", Path(model) / "processor_config.json"):
         try:

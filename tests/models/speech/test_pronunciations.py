@@ -22,7 +22,7 @@ from favor.models.speech import (
     train_tokenizer,
     write_arpa,
 )
-from favor.models.speech.search.choice import search_emissions
+from favor.models.speech.word_beam import search_emissions
 
 LINES = ["SEE\tS I", "SEA\tS I", "EITHER\tI S", "EITHER\tS S", "IS\tI S", "EYE\tI", "LACKING\tS Z"]
 TEXTS = ["EYE SEE EITHER", "EYE IS EITHER", "THE SEA IS", "EITHER SEE IS", "EYE SEE"]
@@ -161,7 +161,7 @@ def test_long_rows_keep_their_words(arpa, tokenizer, spoken, monkeypatch):
         best = ctc_lexicon_beam(logits, [logits.shape[1]], lexicon, piece=piece)[0][0]
         assert best.words in {("EYE", "IS", "SEE"), ("EYE", "EITHER", "SEE")}
         assert best.tokens == [*ids[0], *ids[1]]
-    monkeypatch.setattr("favor.models.speech.search.lexicon_beam.PIECE", 20)
+    monkeypatch.setattr("favor.models.speech.WordLexicon.piece", 20)
     emissions = search_emissions(logits, [logits.shape[1]], lexicon)[0]
     words = [one for one in emissions if one.word]
     assert [one.word for one in words] == list(best.words)

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transducer_truth import TanhJoint, batch, by_enumeration, by_nodes, losses
 
 from favor.models.speech import joint_transducer_loss, transducer_loss
-from favor.models.speech.transducer import loss as module
+from favor.models.speech import lattice as module
 
 INF, NAN = float("inf"), float("nan")
 

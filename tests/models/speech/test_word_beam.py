@@ -24,8 +24,7 @@ from favor.models.speech import (
     train_tokenizer,
     write_arpa,
 )
-from favor.models.speech.search import lexicon_beam, word_beam
-from favor.models.speech.search.choice import search_emissions
+from favor.models.speech.word_beam import search_emissions
 
 pytest.importorskip("flashlight.lib.text.decoder", reason="needs flashlight-text, of the extra lm")
 
@@ -209,7 +208,7 @@ def test_long_rows_are_searched_in_pieces(arpa, tokenizer, monkeypatch):
     scorer = WordScorer(tokenizer, arpa, hotwords=["AB B", "BA"], hotword_weight=2.0)
     whole, times = (search(logits[None], [len(logits)], scorer)[0] for search in (ctc_word_beam, search_emissions))
     assert times == ctc_align(logits[None], [len(logits)], [tokens])[0]
-    monkeypatch.setattr(word_beam, "PIECE", 10)
+    monkeypatch.setattr(WordScorer, "piece", 10)
     pieces = ctc_word_beam(logits[None], [len(logits)], scorer, piece=10)[0]
     assert whole[0].tokens == pieces[0].tokens == tokens
     assert pieces[0].log_prob == pytest.approx(whole[0].log_prob, abs=1e-3)
@@ -360,7 +359,7 @@ def test_a_lexicon_searches_long_rows_in_pieces(tokenizer, tmp_path, monkeypatch
     texts = (["A", "B", "AB"], ["B", "A", "BB"])
     assert cut.log_prob == pytest.approx(sum(map(lexicon.score, texts)), abs=1e-3)
     times = ctc_align(logits, [logits.shape[1]], [whole.tokens])
-    monkeypatch.setattr(lexicon_beam, "PIECE", 28)
+    monkeypatch.setattr(WordLexicon, "piece", 28)
     assert search_emissions(logits, [logits.shape[1]], lexicon) == times
     with pytest.raises(ValueError, match="piece must be at least 3 frames, got 2"):
         ctc_lexicon_beam(logits, [5], lexicon, piece=2)
@@ -410,5 +409,5 @@ def test_what_the_lexicon_refuses(arpa, tokenizer, tmp_path):
         WordLexicon(train_tokenizer(["A B", "AB BA"] * 9, "bpe", 8), arpa)
     with pytest.raises(ValueError, match="no word that the tokenizer can write; one of its words is 'good'"):
         WordLexicon(tokenizer, write_arpa(["good"], tmp_path / "other.arpa", 2))
-    with pytest.raises(ValueError, match=r"logits must be \[B, L, 6\], as many as lexicon's tokens"):
+    with pytest.raises(ValueError, match=r"logits must be \[B, L, 6\], as many as scorer's tokens"):
         ctc_lexicon_beam(torch.zeros(1, 2, 3), [2], WordLexicon(tokenizer, arpa))

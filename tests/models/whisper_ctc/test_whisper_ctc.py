@@ -1,7 +1,7 @@
 """CTC on Whisper's encoder: against transformers' own encoder, padding, positions, saving, text with times."""
 
 import gc
-from functools import partial
+from functools import partialmethod
 
 import numpy as np
 import pytest
@@ -31,8 +31,7 @@ from favor.models.speech import (
     train_tokenizer,
     write_arpa,
 )
-from favor.models.speech.search import choice as word_search
-from favor.models.speech.search import lexicon_beam, word_beam
+from favor.models.speech.word_beam import search_emissions
 from favor.models.whisper_ctc import (
     WhisperCTCConfig,
     WhisperCTCFeatureExtractor,
@@ -381,11 +380,11 @@ def test_a_stream_goes_on_with_its_search(search, tmp_path, monkeypatch):
         return CausalLMOutput(logits=logits[None, first : first + (features.shape[1] + 1) // 2])
 
     monkeypatch.setattr(model, "forward", forward)
-    monkeypatch.setattr(word_search, "usual_beam", lambda scorer: 6)
-    for module in (word_beam, lexicon_beam):
-        monkeypatch.setattr(module, "PIECE", 30)
-        right = partial(lambda right, rows, *given: searched.append(len(rows)) or right(rows, *given), module._decode)
-        monkeypatch.setattr(module, "_decode", right)
+    for kind in (WordScorer, WordLexicon):
+        monkeypatch.setattr(kind, "beam_size", 6)
+        monkeypatch.setattr(kind, "piece", 30)
+        spy = partialmethod(lambda one, own, *given: searched.append(len(given[0])) or own(one, *given), kind.search)
+        monkeypatch.setattr(kind, "search", spy)
     scorer = {"words": WordScorer, "known": WordLexicon}.get(search)
     if scorer is not None:
         scorer = scorer(tokenizer, write_arpa(["A B AB", "AB B"], tmp_path / "lm.arpa", 2))
@@ -402,7 +401,7 @@ def test_a_stream_goes_on_with_its_search(search, tmp_path, monkeypatch):
         found.append((stream.text, stream.words, stream.emissions))
     assert found[0] == found[1] == found[2]
     assert max(searched, default=0) <= 40
-    (expected,), (text, words, emissions) = word_search.search_emissions(logits[None], [300], scorer), found[0]
+    (expected,), (text, words, emissions) = search_emissions(logits[None], [300], scorer), found[0]
     assert [(one.token, one.start, one.end) for one in emissions] == [(o.token, o.start, o.end) for o in expected]
     assert [one.confidence for one in emissions] == pytest.approx([one.confidence for one in expected], abs=1e-5)
     assert Transcript.of(emissions, processor, 0.02, lexicon, "word") == Transcript(text, words)

@@ -9,8 +9,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from favor.models.speech.search.common import Hypothesis, Prefixes, check_beam, checked_lengths
-from favor.models.speech.transcript.spans import Emission
+from favor.models.speech.ctc import Hypothesis, Prefixes, check_beam, checked_lengths
+from favor.models.speech.spans import Emission
 
 BLANK = 0
 DIVERGED = "the model's logits must be numbers, got NaN. Has the model diverged?"

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from favor.models.speech.ctc import check_blank, checked_lengths, checked_log_probs
 from favor.models.speech.encoder import IGNORED
-from favor.models.speech.search.common import check_blank, checked_lengths, checked_log_probs
-from favor.models.speech.transcript.spans import Emission
+from favor.models.speech.spans import Emission
 
 
 @torch.no_grad()

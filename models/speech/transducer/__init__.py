@@ -1,1 +1,0 @@
-"""The Transducer: its loss (`loss`) and its searches (`decoding`)."""
