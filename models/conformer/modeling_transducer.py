@@ -135,10 +135,8 @@ class ConformerForTransducer(Transcribes, ConformerPreTrainedModel):
         """Computes the encoder's frames, and the loss if there are labels.
 
         Args:
-            input_features: `[B, T, num_mel_bins]`.
-            attention_mask: `[B, T]`, as in `ConformerModel`.
+            input_features, attention_mask, **kwargs: as in `ConformerModel`.
             labels: `[B, U]`, padded with -100.
-            **kwargs: as in `ConformerModel`.
 
         Returns:
             The loss is the mean over the batch of the Transducer's negative log-likelihood (nats), weighted with the

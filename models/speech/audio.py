@@ -168,15 +168,9 @@ def _opened(source: str | Path | bytes, place: str) -> Iterator[tuple[soundfile.
 def _decode(
     stream: soundfile.SoundFile, first: int, wanted: float, most: int, place: str, channels: int | None = None
 ) -> np.ndarray:
-    """Decodes the samples `[n]` of a file, at most as many as wanted. Memory follows what there is, not the header.
+    """Decodes samples `[n]` of a file from the place `first` on, the mean of all channels or the first ones.
 
-    Args:
-        stream: the file.
-        first: number of samples before the wanted ones.
-        wanted: number of samples; infinity for all.
-        most: samples that the file may have.
-        place: names the file.
-        channels: whose mean is taken. Default None: all.
+    There are at most as many as wanted, and not more than `most`. Memory follows what there is, not the header.
     """
     if first:
         stream.seek(first)
@@ -249,16 +243,7 @@ def stretch(waveform: np.ndarray, ratio: Fraction) -> np.ndarray:
 
 
 def check_sizes(feature_size: int, sampling_rate: int, hop_length: int, n_fft: int, **others: int) -> None:
-    """Checks the sizes of an extractor before memory is taken for them.
-
-    Args:
-        feature_size, sampling_rate, hop_length, n_fft: of the extractor.
-        **others: more sizes of `MOST`.
-
-    Raises:
-        TypeError: for a size that is no whole number.
-        ValueError: for one that is out of range, or too many frames for the audio.
-    """
+    """Raises TypeError or ValueError for sizes of an extractor out of the range of `MOST`, or too many frames."""
     sizes = {"feature_size": feature_size, "sampling_rate": sampling_rate, "hop_length": hop_length, "n_fft": n_fft}
     for name, size in {**sizes, **others}.items():
         if not isinstance(size, Integral):
@@ -285,13 +270,9 @@ def check_call(given: int | None, expected: int, return_attention_mask: bool | N
 
 
 def waveforms(raw: Any, least: int, dither: float = 0.0, generator: torch.Generator | None = None) -> list[Tensor]:
-    """Checks one or several waveforms and gives them as float32 tensors `[n]`.
+    """Checks one waveform of floats, `[n]`, or several, `[B, n]` or a list of `[n]`, of at least `least` samples each.
 
-    Args:
-        raw: floats in [-1, 1] of one waveform, `[n]`, or several, `[B, n]` or a list of `[n]`.
-        least: samples that each must have.
-        dither: standard deviation of Gaussian noise that is added. Default 0.
-        generator: of that noise. Default None: torch's.
+    Gives float32 tensors `[n]`, with Gaussian noise of the standard deviation `dither`.
     """
     if isinstance(raw, (list, tuple)) and len(raw) and not np.isscalar(raw[0]) and np.ndim(raw[0]) > 0:
         several = [_tensor(item) for item in raw]
@@ -333,11 +314,7 @@ def check_open(has_ended: bool) -> None:
 
 
 def one_waveform(audio: Any) -> Tensor:
-    """Checks samples of one recording and gives them as float32 `[n]`.
-
-    Raises:
-        TypeError: for integers. ValueError: for samples of several channels or not finite.
-    """
+    """Checks samples of one recording and gives them as float32 `[n]`."""
     pieces = waveforms(audio, 0)
     if len(pieces) != 1:
         raise ValueError(f"audio must be one mono waveform [n], got {len(pieces)} rows. Average the channels first.")

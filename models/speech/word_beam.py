@@ -90,17 +90,11 @@ def ctc_word_beam(
 
 
 class Piece(NamedTuple):
-    """Frames that were searched at once.
+    """Frames that were searched at once."""
 
-    Attributes:
-        first: place of the first one in the row.
-        log_probs: of the labels, `[n, V]`.
-        found: hypotheses of these frames alone, the best first; none if the frames can say no text.
-    """
-
-    first: int
-    log_probs: Tensor
-    found: list[Hypothesis]
+    first: int  # place in the row
+    log_probs: Tensor  # [n, V]
+    found: list[Hypothesis]  # of these frames alone, the best first; none if the frames can say no text
 
     @property
     def best(self) -> Hypothesis:
@@ -111,12 +105,7 @@ class Piece(NamedTuple):
 class PieceSearch:
     """Searches a row piece by piece. How the row comes does not matter: pieces depend on their own frames alone.
 
-    Args:
-        labels: V, of the logits.
-        scorer, beam_size, blank, piece: as in `ctc_word_beam`.
-
-    Raises:
-        ValueError: for numbers out of range, or another number of tokens than labels.
+    There are V labels in the logits; the other arguments are those of `ctc_word_beam`.
     """
 
     def __init__(
@@ -155,13 +144,9 @@ class PieceSearch:
 
 
 class WordEmissions:
-    """Tokens of the best text of a row whose logits come in parts, with the frames and confidences of `ctc_align`.
+    """Tokens of the best text of a row whose logits come in parts, with frames as of `ctc_align`.
 
-    Args:
-        search: of the row.
-
-    Attributes:
-        final: tokens that no later frame can change.
+    Those in `final` can change no more.
     """
 
     def __init__(self, search: PieceSearch) -> None:
@@ -203,18 +188,9 @@ class WordEmissions:
 def begin_search(
     labels: int, scorer: Scorer | None, beam_size: int | None = None, blank: int = 0
 ) -> GreedyEmissions | WordEmissions:
-    """Begins the search of `search_emissions` for a row whose logits come in parts.
+    """Begins the search of `search_emissions` for a row whose logits, of V labels, come in parts.
 
     The time for each part and what is kept do not grow with the row; the tokens that are found do.
-
-    Args:
-        labels: number of them in the logits.
-        scorer: of words; None searches greedily.
-        beam_size: as in `ctc_word_beam`.
-        blank: label of the blank. Default 0.
-
-    Raises:
-        ValueError: for a blank or a beam size out of range, or another number of tokens than labels.
     """
     return GreedyEmissions(blank) if scorer is None else WordEmissions(PieceSearch(labels, scorer, beam_size, blank))
 

@@ -116,11 +116,7 @@ class WordLexicon:
         return len(self.names)
 
     def weighted(self, lm_weight: float, word_score: float) -> WordLexicon:
-        """Gives the words with other weights, without building the tree again.
-
-        Raises:
-            ValueError: for weights out of range.
-        """
+        """Gives the words with other weights, without building the tree again."""
         other = copy.copy(self)
         other.lm_weight = checked_weight("lm_weight", lm_weight, least=0)
         other.word_score = checked_weight("word_score", word_score)
@@ -153,14 +149,7 @@ class WordLexicon:
         return best
 
     def search(self, log_probs: Tensor, context: None, ends: bool, beam_size: int, blank: int) -> list[Hypothesis]:
-        """Searches a piece `[n, V]` as a whole text, by the decoder of flashlight-text with a lexicon.
-
-        Args:
-            log_probs: of the labels, on the CPU.
-            context, ends: without effect.
-            beam_size: hypotheses kept after each frame.
-            blank: label of the blank.
-        """
+        """Searches a piece `[n, V]` as a whole text, by the decoder of flashlight-text with a lexicon."""
         from flashlight.lib.text.decoder import CriterionType, LexiconDecoder, LexiconDecoderOptions
 
         options = LexiconDecoderOptions(

@@ -166,12 +166,7 @@ class WordScorer:
     def search(self, log_probs: Tensor, context: Context, ends: bool, beam_size: int, blank: int) -> list[Hypothesis]:
         """Searches a piece `[n, V]` from a context on, by the decoder of flashlight-text without a lexicon.
 
-        Args:
-            log_probs: of the labels, on the CPU.
-            context: that the pieces before it have left.
-            ends: whether the text ends with the piece.
-            beam_size: hypotheses kept after each frame.
-            blank: label of the blank.
+        `ends` says whether the text ends with it.
         """
         from flashlight.lib.text.decoder import CriterionType, LexiconFreeDecoder, LexiconFreeDecoderOptions
 
