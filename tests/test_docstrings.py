@@ -73,10 +73,6 @@ def checks(thing):
         return ""
 
 
-class Empty:
-    """Has what every class has."""
-
-
 def lacking(thing):
     """What the docstring of a public thing does not have."""
     doc, lacks = own_doc(thing), []
@@ -89,7 +85,7 @@ def lacking(thing):
         lacks.append("Returns")
     if re.search(r"^\s+raise \w+", checks(thing), re.MULTILINE) and not section(doc, "Raises"):
         lacks.append("Raises")
-    only_names_a_config = inspect.isclass(thing) and vars(thing).keys() <= {*vars(Empty), "config_class"}
+    only_names_a_config = "config_class" in vars(thing) and not {"__init__", "forward"} & vars(thing).keys()
     if ">>>" not in section(doc, "Examples?") and not only_names_a_config:
         lacks.append("Example")
     return lacks
