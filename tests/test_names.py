@@ -12,11 +12,9 @@ import pytest
 import favor
 from favor.eval.common import launch
 from favor.train.common import checkpoint
-from favor.train.common.lock import releases_locks
 from favor.train.common.program import did_you_mean
 from favor_command import convert
-from favor_command.names import RENAMED, renamed
-from favor_command.program import Parser
+from favor_command.program import RENAMED, Parser, renamed
 from favor_command.programs import ROOT, Folder
 
 # Names of transformers and accelerate, each with words by which people call the same thing.
@@ -172,27 +170,6 @@ def test_a_missing_or_further_word_is_one_line(words, said, capsys):
     with pytest.raises(SystemExit):
         convert.parse_arguments(words.split())
     assert said in capsys.readouterr().err
-
-
-def test_settings_saved_under_old_names_are_the_same_run(tmp_path):
-    (tmp_path / checkpoint.RESULTS).touch()
-    checkpoint.write_json(tmp_path / checkpoint.SETTINGS, {"eval_file": "a", "num_processes": 1})
-    open_run = releases_locks(checkpoint.open_run)
-    open_run(tmp_path, {"validation_file": "a", "num_processes": 1}, resume=True, overwrite=False)
-    with pytest.raises(ValueError, match="other settings: validation_file was 'a' and is 'b'"):
-        open_run(tmp_path, {"validation_file": "b", "num_processes": 1}, resume=True, overwrite=False)
-
-
-def test_a_setting_that_is_a_constant_now_is_the_same_run_with_its_value_alone(tmp_path):
-    (tmp_path / checkpoint.RESULTS).touch()
-    open_run = releases_locks(checkpoint.open_run)
-    settings = {"trust_remote_code": True, "num_processes": 1}
-    old = settings | {"allow_pickle_weights": False, "temperature": 1.0, "skip_bad_rows": False}
-    checkpoint.write_json(tmp_path / checkpoint.SETTINGS, old)
-    open_run(tmp_path, settings, resume=True, overwrite=False)
-    checkpoint.write_json(tmp_path / checkpoint.SETTINGS, old | {"temperature": 2.0})
-    with pytest.raises(ValueError, match=r"other settings: temperature was 2\.0 and is None"):
-        open_run(tmp_path, settings, resume=True, overwrite=False)
 
 
 def test_a_training_finished_with_old_names_is_not_run_again(tmp_path):

@@ -12,7 +12,7 @@ from typing import Any
 from favor.eval.common import report
 from favor.eval.glue.table import DASH
 from favor.train.common.checkpoint import RESULTS
-from favor_command.names import in_new_words
+from favor_command.program import in_new_words
 
 RECORD = "arm.json"
 EXACT, UNIFORM = "sdpa", "uniform_mean"
