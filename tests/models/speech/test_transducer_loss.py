@@ -8,7 +8,7 @@ import torch.distributed
 from processes import run_two
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
-from transducer_truth import TanhJoint, batch, by_enumeration, by_nodes, losses
+from transducer_truth import TanhJoint, batch, by_enumeration, losses
 
 from favor.models.speech import joint_transducer_loss, transducer_loss
 from favor.models.speech import lattice as module
@@ -396,8 +396,3 @@ def test_ddp_over_two_processes(tmp_path):
     model(hidden, prediction, *rest).backward()
     for rank in range(2):
         close(torch.load(tmp_path / f"{rank}.pt"), [parameter.grad for parameter in model.parameters()])
-
-
-def test_truth_by_nodes_is_truth():
-    logits, targets, *_ = batch([4], [3], 5)
-    assert torch.isclose(by_nodes(logits[0], targets[0].tolist(), 0), by_enumeration(logits[0], targets[0].tolist(), 0))

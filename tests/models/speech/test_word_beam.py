@@ -18,7 +18,6 @@ from favor.models.speech import (
     WordScorer,
     ctc_align,
     ctc_lexicon_beam,
-    ctc_prefix_beam,
     ctc_word_beam,
     join_words,
     train_tokenizer,
@@ -133,14 +132,6 @@ def test_impossible_tokens_are_in_no_hypothesis(tokenizer):
     assert all(math.isfinite(one.log_prob) for one in found)
 
 
-def test_without_words_it_is_the_prefix_beam_search(tokenizer):
-    torch.manual_seed(1)
-    logits = torch.randn(2, 4, len(tokenizer))
-    rows = ctc_word_beam(logits, torch.tensor([4, 3]), WordScorer(tokenizer), 3000)
-    for row, expected in zip(rows, ctc_prefix_beam(logits, [4, 3], 3000), strict=True):
-        assert found_of(row) == pytest.approx(found_of(expected), abs=1e-4)
-
-
 def test_a_language_model_and_hotwords_change_the_text(arpa, tokenizer):
     logits = logits_of(tokenizer, {"BA": 1.1, "AB": 1.0})
 
@@ -238,9 +229,7 @@ def test_refusals_of_files(tmp_path, content, message):
     ("options", "message"),
     [
         ({"lm_weight": 0.5}, "lm_weight needs language_model, which is not given"),
-        ({"word_score": 0.5, "hotwords": ["A"]}, "word_score needs language_model, which is not given"),
         ({"hotword_weight": 3}, "hotword_weight needs hotwords, which is not given"),
-        ({"language_model": "lm.arpa", "hotword_weight": 3}, "hotword_weight needs hotwords, which is not given"),
         ({"language_model": "lm.arpa", "lm_weight": -1.0}, "lm_weight must be a number of at least 0, got -1.0"),
         ({"language_model": "lm.arpa", "word_score": math.nan}, "word_score must be a number, got nan"),
         ({"hotwords": ["A"], "hotword_weight": math.inf}, "hotword_weight must be a number of at least 0, got inf"),
