@@ -3,6 +3,7 @@
 The examples run in `test_package.py`.
 """
 
+import dataclasses
 import importlib
 import inspect
 import re
@@ -86,7 +87,8 @@ def lacking(thing):
     if re.search(r"^\s+raise \w+", checks(thing), re.MULTILINE) and not section(doc, "Raises"):
         lacks.append("Raises")
     only_names_a_config = "config_class" in vars(thing) and not {"__init__", "forward"} & vars(thing).keys()
-    if ">>>" not in section(doc, "Examples?") and not only_names_a_config:
+    only_holds_data = dataclasses.is_dataclass(thing) and section(doc, "Attributes")
+    if ">>>" not in section(doc, "Examples?") and not only_names_a_config and not only_holds_data:
         lacks.append("Example")
     return lacks
 

@@ -100,16 +100,12 @@ class Chunks:
         return order, is_key, queries
 
     def convolve(self, inputs: Tensor, convolution: Any, right: int) -> Tensor:
-        """Convolves each chunk with zeros after its last frame.
+        """Convolves each chunk with zeros after its last frame, `[B, C, T]`.
 
         Args:
-            inputs: `[B, C, left + T]`, with the frames before the first one, `left` of them, as many as the convolution
-                sees.
+            inputs: `[B, C, left + T]`, with as many frames before the first one as the convolution sees.
             convolution: over time, without padding.
             right: frames that it sees after the one in its middle.
-
-        Returns:
-            `[B, C, T]`.
         """
         left = convolution.kernel_size[0] - 1 - right
         length = inputs.shape[-1] - left

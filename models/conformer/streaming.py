@@ -226,8 +226,7 @@ class TranscriptStream:
     @property
     def partial(self) -> str:
         """Text so far of the utterance that is not final yet."""
-        text: str = self.processor.tokenizer.decode([one.token for one in self._emissions], group_tokens=False)
-        return text
+        return str(self.processor.tokenizer.decode([one.token for one in self._emissions], group_tokens=False))
 
     @property
     def partial_words(self) -> list[Span]:
@@ -264,8 +263,7 @@ class TranscriptStream:
 
         No more audio is taken until `reset`.
 
-        The last frame is the last one whose 145 ms of audio are complete, as in `model.transcribe`. If the end of the
-        last word may need later frames, as with a Transducer, which says words late, feed half a second of zeros first.
+        If the end of the last word may need later frames, as with a Transducer, feed half a second of zeros first.
 
         Returns:
             A list of one utterance, or an empty one; in chunks some more may end in the last chunk.
@@ -310,11 +308,8 @@ def feed_streams(streams: Sequence[TranscriptStream], pieces: Sequence[Any]) -> 
     """Takes the next samples of several recordings in one pass of the model.
 
     Each stream gets what it would get alone, up to rounding. Streams may have heard different amounts of audio, pieces
-    may have different lengths, and streams may be new or reset between two calls.
-
-    With positive features and no window, each layer runs once for all streams. With exact attention, windows or
-    landmarks, attention runs once per stream and the rest of the layer once for all; so does the first piece of
-    streams that are all new. Audio becomes features stream by stream.
+    may have different lengths, and streams may be new or reset between two calls. With exact attention, windows or
+    landmarks, and for the first piece of streams that are all new, attention runs once per stream.
 
     Args:
         streams: of one model, each at most once.

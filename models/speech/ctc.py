@@ -22,11 +22,6 @@ class Hypothesis:
         tokens: without blanks.
         log_prob: natural logarithm of their probability, summed over the alignments that the search kept.
         words: of the text, if the search is one among known words; else empty.
-
-    Example:
-        >>> from favor.models.speech import Hypothesis
-        >>> Hypothesis(tokens=[1, 2], log_prob=-0.5).tokens
-        [1, 2]
     """
 
     tokens: list[int]
@@ -39,15 +34,10 @@ class Hypothesis:
 
 
 class Prefixes:
-    """Token sequences as nodes of a tree, so that a sequence is one number however long it is; the empty one is 0.
-
-    Attributes:
-        parents: of each node, -1 for the empty sequence.
-        last: last token of each node, -1 for the empty sequence.
-    """
+    """Token sequences as nodes of a tree, so that a sequence is one number however long it is; the empty one is 0."""
 
     def __init__(self) -> None:
-        self.parents, self.last = [-1], [-1]
+        self.parents, self.last = [-1], [-1]  # of each node; last tokens
         self._children: dict[tuple[int, int], int] = {}
 
     def child(self, node: int, token: int) -> int:
@@ -72,17 +62,7 @@ class Prefixes:
 
 
 def checked_lengths(name: str, frames: Tensor, lengths: Tensor | Sequence[int]) -> list[int]:
-    """Gives the lengths as a list, after a check that they fit.
-
-    Args:
-        name: of `frames` in messages.
-        frames: `[B, L, ...]`, three dimensions.
-        lengths: `[B]`, integers.
-
-    Raises:
-        TypeError: for lengths that are not integers.
-        ValueError: for other dimensions, or lengths below 0 or beyond L.
-    """
+    """Gives lengths `[B]` of `frames` `[B, L, ...]` as a list; raises TypeError or ValueError if they do not fit."""
     if frames.dim() != 3:
         raise ValueError(f"{name} must have three dimensions, [B, L, features], got shape {tuple(frames.shape)}.")
     rows, length, _ = frames.shape
@@ -209,6 +189,7 @@ def _search(log_probs: list[list[float]], order: list[list[int]], beam_size: int
     for row, labels in zip(log_probs, order, strict=True):
         total = {node: _add(*ends) for node, ends in beam.items()}
         stay = _stay(beam, total, prefixes, row, blank)
+        found: list[tuple[float, int, int | None, tuple[float, float]]]
         found = [(_add(*ends), node, None, ends) for node, ends in stay.items()]
         floor = min(one[0] for one in found) if len(found) == beam_size else NEVER
         for node, (ends_blank, _) in beam.items():

@@ -20,11 +20,6 @@ class Emission:
         end: the frame after its last one.
         confidence: probability of the token, the mean over its frames.
         word: that begins with this token, if the search knows words by their pronunciation; else empty.
-
-    Example:
-        >>> from favor.models.speech import Emission
-        >>> Emission(token=7, start=3, end=5, confidence=0.9).end
-        5
     """
 
     token: int
@@ -43,11 +38,6 @@ class Span:
         start: where it begins: a frame, or seconds in a `Transcript`.
         end: where it ends, in the same unit.
         confidence: between 0 and 1; see `join_words` and `join_segments` for words and segments.
-
-    Example:
-        >>> from favor.models.speech import Span
-        >>> Span(text="GOOD", start=0.4, end=0.6, confidence=0.9).text
-        'GOOD'
     """
 
     text: str
@@ -128,11 +118,6 @@ class Utterance:
         start: where its first word begins, in seconds since the stream began.
         end: where its last word ends.
         words: with times and confidences, as `model.transcribe(..., return_timestamps="word")` gives them.
-
-    Example:
-        >>> from favor.models.speech import Span, Utterance
-        >>> Utterance(text="YES", start=0.4, end=0.6, words=[Span("YES", 0.4, 0.6, 0.9)]).words[0].confidence
-        0.9
     """
 
     text: str

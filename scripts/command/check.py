@@ -26,7 +26,7 @@ FOOT = (
 
 
 def parse_arguments(words: Sequence[str] | None) -> Any:
-    """Arguments of the program; ends it for bad ones."""
+    """Parses the arguments."""
     parser = Parser(NAME, __doc__)
     parser.add_place(
         "model_name_or_path", "model", "folder with a config.json, or a name that transformers can resolve"
