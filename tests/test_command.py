@@ -184,13 +184,6 @@ def test_check_says_what_describe_says(start, folders, bert_folder, name, device
     assert f": {expected[0].layers[0].why}\n" in printed
 
 
-def test_a_model_without_weights_is_described_as_on_its_device(folders):
-    model = AutoModelForCausalLM.from_pretrained(folders / "llama", attn_implementation="landmark")
-    empty = favor.configure(without_weights(read_config(str(folders / "llama"))), "landmark")
-    assert favor.describe(empty, 40000, device="cpu") == favor.describe(model, 40000)
-    assert favor.describe(empty, 40000, device="cuda") != favor.describe(model, 40000)
-
-
 def test_check_says_how_many_positions_there_are(start, folders):
     positions = LlamaConfig.from_pretrained(folders / "llama").max_position_embeddings
     for length, said in ((positions, 0), (positions + 1, 1)):

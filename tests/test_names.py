@@ -128,13 +128,6 @@ def test_an_old_name_is_one_line_with_the_new_one(parsers, options, capsys):
                 assert said == f"{word.split('=')[0]} is now --{new}\n"
 
 
-def test_no_program_has_a_name_and_its_old_name(parsers):
-    """An old name remains where it means another thing, as `--layers all` of favor train distill does."""
-    for program, parser in parsers.items():
-        known = {name[2:] for name in parser.options()}
-        assert [old for old, names in RENAMED.items() if old in known and known & set(names)] == [], program
-
-
 def test_near_names_are_suggested_in_every_program(parsers, capsys):
     for program, parser in parsers.items():
         needed = [word for action in parser._actions if action.required for word in (action.option_strings[0], "1")]
@@ -145,12 +138,6 @@ def test_near_names_are_suggested_in_every_program(parsers, capsys):
                     parser.refuse([wrong])
                 said = capsys.readouterr().err
                 assert re.search(rf"unknown option {wrong}: did you mean --\w+\?\n$", said), (program, needed)
-
-
-def test_a_near_choice_is_suggested(parsers, capsys):
-    with pytest.raises(SystemExit):
-        parsers["check"].parse_args(["m", "--device", "cuad"])
-    assert capsys.readouterr().err.endswith(": did you mean cuda?\n")
 
 
 @pytest.mark.parametrize(

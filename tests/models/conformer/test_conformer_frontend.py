@@ -68,18 +68,6 @@ def test_blocks_do_not_change_frames(extractor, monkeypatch):
     assert max(widths) == 6 * 160 + 400
 
 
-@pytest.mark.parametrize("piece", [100, 160, 1000, 4321])
-def test_a_stream_gives_the_frames_of_the_whole(extractor, piece):
-    waveform = torch.from_numpy(sound(16777))
-    left, frames = waveform[:0], []
-    for chunk in waveform.split(piece):
-        ready = torch.cat([left, chunk])
-        frames.append(extractor.log_mel(ready))
-        left = ready[len(frames[-1]) * 160 :]
-        assert len(left) < 400
-    torch.testing.assert_close(torch.cat(frames), extractor.log_mel(waveform), rtol=0, atol=1e-6)
-
-
 def test_an_utterance_is_normalised_over_its_own_frames(extractor):
     lengths = (30000, 7000, 401)
     waveforms = [sound(samples, seed) for seed, samples in enumerate(lengths)]

@@ -15,10 +15,8 @@ from favor.models.speech import (
     NgramModel,
     Pronunciations,
     WordLexicon,
-    ctc_align,
     ctc_greedy,
     ctc_lexicon_beam,
-    join_words,
     train_tokenizer,
     write_arpa,
 )
@@ -259,10 +257,7 @@ def test_transcribe_finds_words_by_their_pronunciation(model, tokenizer, path, s
         with torch.no_grad():
             logits = model(processor(waveform, sampling_rate=16000)["input_features"]).logits
         best = ctc_lexicon_beam(logits, [logits.shape[1]], lexicon)[0][0]
-        assert result.text.split() == [one.text for one in result.spans] == list(best.words)
-        aligned = join_words(tokenizer.spans(ctc_align(logits, [logits.shape[1]], [best.tokens])[0]))
-        assert [one.start for one in result.spans] == pytest.approx([0.04 * word.start for word in aligned])
-    assert any(one.text for one in results)
+        assert result.text.split() == [one.text for one in result.spans] == list(best.words) != []
     with pytest.raises(ValueError, match="hotwords has no effect with a lexicon of pronunciations"):
         model.transcribe(waveforms, processor=processor, language_model=arpa, lexicon=path, hotwords=["SEE"])
     # The lexicon in the folder of the model is found.

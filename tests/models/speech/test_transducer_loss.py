@@ -297,19 +297,16 @@ def test_no_more_cells_at_a_time_than_allowed(max_cells):
     ("changes", "error", "message"),
     [
         ({"logits": torch.zeros(4, 6, 5, 7).long()}, TypeError, "logits must be a floating-point .*got torch.int64"),
-        ({"logits": [1.0]}, TypeError, "logits must be a floating-point tensor .* list"),
         ({"logits": torch.zeros(4, 6, 7)}, ValueError, r"logits must be \[B, T, U \+ 1, V\] .* \[4, 6, 7\]"),
         ({"logits": torch.zeros(4, 0, 5, 7)}, ValueError, r"no dimension of size 0, got \[4, 0, 5, 7\]"),
         ({"logits": torch.zeros(4, 6, 4, 7)}, ValueError, r"targets must be \[4, 3\]"),
         ({"targets": torch.ones(4, 4).bool()}, TypeError, "targets must be a tensor of integers, got torch.bool"),
-        ({"targets": torch.ones(3, 4).long()}, ValueError, r"targets must be \[4, 4\] .* got \[3, 4\]"),
         ({"targets": torch.zeros(4, 4).long()}, ValueError, r"other than the blank, 0, .* got targets \[0\]"),
         ({"targets": torch.full((4, 4), 7)}, ValueError, r"from 0 to 6, got 7"),
         ({"targets": torch.full((4, 4), -1)}, ValueError, r"got targets \[-1\]"),
         ({"blank": 7}, ValueError, "from 0 to 6, got . and 7"),
         ({"blank": -1}, ValueError, "blank at least 0"),
         ({"logit_lengths": [6, 1, 3, 4]}, TypeError, "logit_lengths must be a tensor of integers, got list"),
-        ({"logit_lengths": torch.tensor([6, 1, 3])}, ValueError, r"logit_lengths must be \[4\]"),
         ({"logit_lengths": torch.tensor([7, 1, 3, 4])}, ValueError, "logit_lengths must be from 1 to 6, got 1 to 7"),
         ({"target_lengths": torch.tensor([4, -1, 0, 3])}, ValueError, "target_lengths must be from 0 to 4, got -1"),
         ({"reduction": "batch"}, ValueError, "reduction must be one of 'none', .* got 'batch'"),
@@ -324,7 +321,6 @@ def test_errors(changes, error, message):
 @pytest.mark.parametrize(
     ("changes", "error", "message"),
     [
-        ({"hidden": torch.zeros(4, 6, 5).int()}, TypeError, r"hidden must be a floating-point tensor \[B, T, H\]"),
         ({"prediction": torch.zeros(4, 5)}, ValueError, r"prediction must be \[B, U \+ 1, P\]"),
         ({"prediction": torch.zeros(3, 5, 4)}, ValueError, r"same batch and device, got \[4, 6, 5\] .* \[3, 5, 4\]"),
         ({"joint": lambda h, p: h @ torch.ones(5, 7).double()}, ValueError, r"got torch.float64 \[6, 1, 7\]"),

@@ -265,15 +265,18 @@ def models(tokenizer):
     return says_each_frame(len(tokenizer)), transducer, make_processor("A B", "AB BA")
 
 
-def test_transcribe_searches_with_times(models, arpa):
+@pytest.mark.parametrize("known_words", [False, True])
+def test_transcribe_searches_with_times(models, arpa, known_words):
     model, _, processor = models
     torch.manual_seed(3)
     waveforms = [0.1 * torch.randn(length).numpy() for length in (12000, 20000)]
     options = {"lm_weight": 2.0, "word_score": 2.5, "hotwords": ["B AB"], "hotword_weight": 2.0}
-    results = model.transcribe(waveforms, 1, "word", processor, beam_size=20, language_model=arpa, **options)
-    again = model.transcribe(waveforms, 2, "word", processor, beam_size=20, language_model=NgramModel(arpa), **options)
+    options = {"lm_weight": 0.0, "word_score": -4.0} if known_words else options
+    given = {"processor": processor, "known_words": known_words, "beam_size": 20, **options}
+    results = model.transcribe(waveforms, 1, "word", language_model=arpa, **given)
+    again = model.transcribe(waveforms, 2, "word", language_model=NgramModel(arpa), **given)
     assert [one.text for one in results] == [one.text for one in again]
-    scorer = WordScorer(processor.tokenizer, arpa, **options)
+    scorer = (WordLexicon if known_words else WordScorer)(processor.tokenizer, arpa, **options)
     for waveform, result in zip(waveforms, results, strict=True):
         with torch.no_grad():
             logits = model(processor(waveform, sampling_rate=16000)["input_features"]).logits
@@ -281,6 +284,7 @@ def test_transcribe_searches_with_times(models, arpa):
         assert result.text == processor.decode(best, group_tokens=False)
         aligned = join_words(processor.tokenizer.spans(ctc_align(logits, [logits.shape[1]], [best])[0]))
         assert [one.text for one in result.spans] == result.text.split()
+        assert not known_words or set(result.text.split()) <= {"A", "B", "AB"}
         for span, word in zip(result.spans, aligned, strict=True):
             assert (span.text, span.confidence) == (word.text, pytest.approx(word.confidence, abs=1e-4))
             assert (span.start, span.end) == pytest.approx((0.04 * word.start, 0.04 * word.end))
@@ -296,6 +300,7 @@ def test_transcribe_searches_with_times(models, arpa):
         ({"hotwords": ["A"]}, "hotwords needs a ConformerForCTC, got a ConformerForTransducer, whose search scores no"),
         ({"lm_weight": 1.0}, "lm_weight needs a ConformerForCTC, got a ConformerForTransducer"),
         ({"beam_size": 4}, "beam_size needs a ConformerForCTC, got a ConformerForTransducer"),
+        ({"known_words": True, "language_model": "lm"}, "known_words needs a ConformerForCTC"),
     ],
 )
 def test_a_transducer_refuses_what_it_would_ignore(models, options, message):
@@ -310,6 +315,9 @@ def test_transcribe_refuses_what_it_would_ignore(models, monkeypatch):
         ({"beam_size": 1, "hotwords": ["A"]}, "beam_size must be above 1 with hotwords, got 1"),
         ({"beam_size": 0}, "beam_size must be at least 1, got 0"),
         ({"word_score": 1.0}, "word_score needs language_model"),
+        ({"known_words": True}, "known_words needs language_model, whose words are the known ones"),
+        ({"known_words": True, "language_model": "lm", "hotwords": ["A"]}, "hotwords has no effect with known_words"),
+        ({"known_words": True, "language_model": "lm", "beam_size": 1}, "beam_size must be above 1 with known_words"),
     ):
         with pytest.raises(ValueError, match=message):
             model.transcribe(torch.zeros(9000), processor=processor, **options)
@@ -361,34 +369,6 @@ def test_a_row_that_says_nothing_has_no_words(arpa, tokenizer):
     assert ctc_lexicon_beam(logits, [3], lexicon) == [[]]
     assert search_emissions(logits, [3], lexicon) == [[]]
     assert ctc_lexicon_beam(logits, [3], lexicon, piece=3)[0] == []
-
-
-def test_transcribe_finds_known_words_alone(models, arpa):
-    model, transducer, processor = models
-    torch.manual_seed(3)
-    waveforms = [0.1 * torch.randn(length).numpy() for length in (12000, 20000)]
-    options = {"lm_weight": 0.0, "word_score": -4.0}
-    results = model.transcribe(waveforms, 2, "word", processor, language_model=arpa, known_words=True, **options)
-    lexicon = WordLexicon(processor.tokenizer, arpa, **options)
-    for waveform, result in zip(waveforms, results, strict=True):
-        with torch.no_grad():
-            logits = model(processor(waveform, sampling_rate=16000)["input_features"]).logits
-        best = ctc_lexicon_beam(logits, [logits.shape[1]], lexicon)[0][0].tokens
-        assert result.text == processor.decode(best, group_tokens=False)
-        assert [one.text for one in result.spans] == result.text.split()
-        assert set(result.text.split()) <= {"A", "B", "AB"}
-        aligned = join_words(processor.tokenizer.spans(ctc_align(logits, [logits.shape[1]], [best])[0]))
-        assert [one.start for one in result.spans] == pytest.approx([0.04 * word.start for word in aligned])
-    other = model.transcribe(waveforms, 2, processor=processor, language_model=arpa, **options)
-    assert not set(" ".join(one.text for one in other).split()) <= {"A", "B", "AB"}
-    for speech_model, given, message in (
-        (model, {}, "known_words needs language_model, whose words are the known ones"),
-        (model, {"language_model": arpa, "hotwords": ["A"]}, "hotwords has no effect with known_words"),
-        (model, {"language_model": arpa, "beam_size": 1}, "beam_size must be above 1 with known_words, got 1"),
-        (transducer, {"language_model": arpa}, "known_words needs a ConformerForCTC, got a ConformerForTransducer"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            speech_model.transcribe(torch.zeros(9000), processor=processor, known_words=True, **given)
 
 
 def test_what_the_lexicon_refuses(arpa, tokenizer, tmp_path):

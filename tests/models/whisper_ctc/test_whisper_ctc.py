@@ -102,12 +102,12 @@ def test_padding_has_no_effect(backend):
 
 
 def test_loss_is_that_of_torch_and_reaches_every_weight():
-    model = make(dropout=0.0, head_dropout=0.0).train()
+    model = make(dropout=0.0, head_dropout=0.0, ctc_loss_reduction="sum").train()
     given, mask = features(120, 60)
     labels = torch.tensor([[1, 2, 2], [3, -100, -100]])
     found = model(given, mask, labels)
     expected = torch.nn.functional.ctc_loss(
-        found.logits.log_softmax(-1).transpose(0, 1), torch.tensor([1, 2, 2, 3]), (60, 30), (3, 1)
+        found.logits.log_softmax(-1).transpose(0, 1), torch.tensor([1, 2, 2, 3]), (60, 30), (3, 1), reduction="sum"
     )
     torch.testing.assert_close(found.loss, expected)
     found.loss.backward()
@@ -175,20 +175,6 @@ def test_features_are_those_of_transformers_and_do_not_depend_on_the_batch():
     assert isinstance(ours(sounds[1], 16000, return_tensors="np")["attention_mask"], np.ndarray)
 
 
-@pytest.mark.parametrize(
-    ("given", "options", "message"),
-    [
-        (np.zeros(200, np.float32), {}, "waveform 0 has 200 samples, too few for one window of 201"),
-        (waveform(1), {"sampling_rate": 8000}, "sampling_rate must be 16000, got 8000"),
-        (waveform(1), {"return_attention_mask": False}, "return_attention_mask=False: padding needs the mask"),
-        (waveform(1), {"max_length": 3}, "max_length: features are as long as the audio, leave it out"),
-    ],
-)
-def test_what_the_extractor_refuses(given, options, message):
-    with pytest.raises(ValueError, match=message):
-        WhisperCTCFeatureExtractor()(given, **{"sampling_rate": 16000, **options})
-
-
 def test_what_the_model_refuses(whisper):
     model = make()
     with pytest.raises(ValueError, match=r"input_features must be \[batch, time, 80\], got \(1, 80, 200\)"):
@@ -201,6 +187,8 @@ def test_what_the_model_refuses(whisper):
     for changes in ({"ctc_loss_reduction": "none"}, {"sliding_window": 0}, {"head_layers": 10**6}):
         with pytest.raises(ValueError, match=f"{next(iter(changes))} must be"):
             WhisperCTCConfig(**changes)
+    with pytest.raises(ValueError, match="max_length: features are as long as the audio, leave it out"):
+        WhisperCTCFeatureExtractor()(waveform(1), sampling_rate=16000, max_length=3)
     with pytest.raises(TypeError, match="model must be a Whisper of transformers, got WhisperForCTC"):
         WhisperForCTC.from_whisper(model, 7)
 
@@ -233,17 +221,10 @@ def test_text_with_times(saved):
         assert [span.text for span in one.spans] == one.text.split()
         assert all(0 <= span.start < span.end <= len(sound) / 16000 + 0.02 for span in one.spans)
         assert all(round(span.start / 0.02, 3).is_integer() for span in one.spans)
+    piped = pipeline("automatic-speech-recognition", model=str(saved))(sounds[0].copy(), return_timestamps="word")
+    assert [chunk["text"] for chunk in piped["chunks"]] == found[0].text.split()
     (aligned,) = ctc_align(logits, [logits.shape[1]], processor.labels("AB CD"))
     assert [word.text for word in join_words(processor.tokenizer.spans(aligned))] == ["AB", "CD"]
-
-
-def test_pipeline(saved):
-    recognise = pipeline("automatic-speech-recognition", model=str(saved))
-    sound = waveform(1.5)
-    text = WhisperForCTC.from_pretrained(saved).transcribe(sound)[0].text
-    found = recognise(sound.copy(), return_timestamps="word")
-    assert found["text"] == text
-    assert [chunk["text"] for chunk in found["chunks"]] == text.split()
 
 
 @torch.no_grad()
