@@ -189,7 +189,7 @@ class ConformerBlock(LasrEncoderBlock):
         chunks: Chunks | None = None,
         **kwargs: Any,
     ) -> Tensor:
-        """Runs one layer.
+        """Runs one layer on frames.
 
         Args:
             hidden_states: `[B, T, C]`.

@@ -74,23 +74,14 @@ class BlockState:
 
 @dataclass
 class EncoderState:
-    """All that the audio so far leaves behind in front of and in the encoder.
-
-    Attributes:
-        layers: of each layer.
-        samples: those that the next window of features begins with, `[n]`; None before the first.
-        features: those that no frame has used up, `[B, T, num_mel_bins]`; None before the first.
-        position: of the next frame; the rotary embedding counts from there.
-        chunks: in which frames are computed; None for a causal encoder.
-        has_ended: whether no more audio comes, so that the last chunk may be shorter.
-    """
+    """All that the audio so far leaves behind in front of and in the encoder."""
 
     layers: list[BlockState]
-    samples: Tensor | None = None
-    features: Tensor | None = None
-    position: int = 0
-    chunks: Chunks | None = None
-    has_ended: bool = False
+    samples: Tensor | None = None  # that the next window of features begins with, [n]
+    features: Tensor | None = None  # that no frame has used up, [B, T, num_mel_bins]
+    position: int = 0  # of the next frame; the rotary embedding counts from there
+    chunks: Chunks | None = None  # in which frames are computed; None for a causal encoder
+    has_ended: bool = False  # no more audio comes, so that the last chunk may be shorter
 
     @classmethod
     def empty(cls, encoder: ConformerModel, batch_size: int = 1, chunks: Chunks | None = None) -> EncoderState:

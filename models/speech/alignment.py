@@ -97,14 +97,14 @@ def ctc_align(
     chosen = probabilities.gather(2, labels_of[..., None])[..., 0]
     found = []
     for path, tokens, sure, n in zip(paths.tolist(), labels_of.tolist(), chosen.tolist(), frames, strict=True):
-        runs = _Runs(blank)
+        runs = GreedyEmissions(blank)
         runs.add_path(path[:n], tokens[:n], sure[:n])
         found.append([*runs.final, *runs.open])
     return found
 
 
-class _Runs:
-    """Tokens of a path that may come in parts: stretches of the same state without blanks; `final` changes no more."""
+class GreedyEmissions:
+    """Tokens of the most probable path of a row whose logits come in parts; those in `final` change no more."""
 
     def __init__(self, blank: int) -> None:
         self.final: list[Emission] = []
@@ -118,24 +118,23 @@ class _Runs:
         is_blank = self._label == self._blank
         return [] if is_blank else [Emission(self._label, self._start, self._frames, self._sure / length)]
 
+    def add(self, logits: Tensor) -> None:
+        """Takes the next logits `[n, V]`."""
+        best = logits.argmax(-1)
+        probabilities = checked_log_probs(logits).gather(-1, best[:, None])[:, 0].exp()
+        self.add_path(best.tolist(), best.tolist(), probabilities.tolist())
+
     def add_path(self, states: list[int], labels: list[int], probabilities: list[float]) -> None:
-        """Takes the state, the label and the probability of each of the next frames."""
+        """Takes the state, the label and the probability of each of the next frames of any path.
+
+        A token lasts as long as the state, of which several can have one label.
+        """
         for state, label, probability in zip(states, labels, probabilities, strict=True):
             if state != self._state:
                 self.final += self.open
                 self._state, self._label, self._start, self._sure = state, label, self._frames, 0.0
             self._sure += probability
             self._frames += 1
-
-
-class GreedyEmissions(_Runs):
-    """Tokens of the most probable path of a row whose logits come in parts; see `ctc_emissions`."""
-
-    def add(self, logits: Tensor) -> None:
-        """Takes the next logits `[n, V]`."""
-        best = logits.argmax(-1)
-        probabilities = checked_log_probs(logits).gather(-1, best[:, None])[:, 0].exp()
-        self.add_path(best.tolist(), best.tolist(), probabilities.tolist())
 
 
 def _checked_labels(labels: Tensor, frames: list[int], size: int, blank: int) -> list[list[int]]:

@@ -161,13 +161,7 @@ class EndpointRules:
                 raise ValueError(f"{field.name} must be a number of seconds above 0, or None for no rule; got {value}.")
 
     def hold(self, silence: float, length: float, has_tokens: bool) -> bool:
-        """Tells whether a rule holds.
-
-        Args:
-            silence: seconds since the last token.
-            length: seconds since the utterance began.
-            has_tokens: whether there is a token in it.
-        """
+        """Tells whether a rule holds, given the seconds since the last token and since the utterance began."""
         least = self.rule2_min_trailing_silence if has_tokens else self.rule1_min_trailing_silence
         pairs = ((silence, least), (length, self.rule3_min_utterance_length))
         return any(limit is not None and seconds >= limit - _ROUNDING for seconds, limit in pairs)

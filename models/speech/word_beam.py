@@ -222,15 +222,7 @@ def searched_words(
 ) -> Scorer | None:
     """Makes a `WordScorer` of those options that are given, a `WordLexicon` with `known_words`, or None without any.
 
-    With a lexicon the words of a language model are always the known ones.
-
-    Args:
-        model: whose search it is for.
-        tokenizer: that of the model.
-        beam_size: that is asked for, if any.
-        known_words: whether words outside of the language model cannot be found. Default False.
-        lexicon: pronunciations of words, if the tokens are phonemes. Default None: they are letters or word pieces.
-        **options: of `WordScorer`.
+    With pronunciations the words of a language model are always the known ones.
 
     Raises:
         ImportError: if the package flashlight-text is not installed.

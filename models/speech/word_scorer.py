@@ -22,19 +22,12 @@ RARE = -7 * LN10  # least log probability of a hotword that the language model d
 
 
 class Context(NamedTuple):
-    """All that the score of the next token depends on.
+    """All that the score of the next token depends on."""
 
-    Attributes:
-        state: of the language model, after the words that are finished.
-        words: last ones that are finished, as many as a hotword can begin with.
-        word: beginning of the next one.
-        lent: part of `hotword_weight` for the beginning of a hotword, to be taken back.
-    """
-
-    state: Any
-    words: tuple[str, ...]
-    word: str
-    lent: float
+    state: Any  # of the language model, after the words that are finished
+    words: tuple[str, ...]  # last ones that are finished, as many as a hotword can begin with
+    word: str  # beginning of the next one
+    lent: float  # part of `hotword_weight` for the beginning of a hotword, to be taken back
 
 
 class WordScorer:
