@@ -74,7 +74,8 @@ def transducer_loss(
         tensor(3.4657)
     """
     _check_floating("logits", logits, "[B, T, U + 1, V]")
-    frames, labels, ids = _checked(targets, logit_lengths, target_lengths, logits.shape[:3], blank, reduction)
+    frames, labels, ids, most = _checked(targets, logit_lengths, target_lengths, logits.shape[:3], blank, reduction)
+    _check_vocabulary(logits, most)
     empty = _no_steps(logits.shape[:3], logits)
     steps = Steps.apply(logits, empty, ids.to(logits.device), frames, labels, blank)
     return _reduced(Alignments.apply(steps, frames, labels), reduction)
@@ -136,12 +137,13 @@ def joint_transducer_loss(
     if max_cells < 1:
         raise ValueError(f"max_cells must be at least 1, got {max_cells}.")
     shape = (*hidden.shape[:2], prediction.shape[1])
-    frames, labels, ids = _checked(targets, logit_lengths, target_lengths, shape, blank, reduction)
+    frames, labels, ids, most = _checked(targets, logit_lengths, target_lengths, shape, blank, reduction)
 
     def steps_of(frame: Tensor, text: Tensor, own: Tensor) -> Tensor:
         # Made first: what stays, between what goes, would split the memory that the next piece needs.
         steps = _no_steps((1, len(frame), len(text)), frame)
         logits = _join(joint, frame, text)[None]
+        _check_vocabulary(logits, most)
         return Steps.apply(logits, steps, own[None], [len(frame)], [len(text) - 1], blank)[:, 0]
 
     kind, rows = hidden.device.type, []
@@ -172,12 +174,7 @@ class Steps(torch.autograd.Function):
         ctx: Any, logits: Tensor, steps: Tensor, ids: Tensor, frames: list[int], labels: list[int], blank: int
     ) -> Tensor:
         """Reads the nodes that are not padding, a piece at a time."""
-        vocabulary = logits.shape[-1]
-        if max(blank, int(ids.max())) >= vocabulary:
-            raise ValueError(
-                f"targets and blank must be ids from 0 to {vocabulary - 1}, got {int(ids.max())} and {blank}."
-            )
-        most = max(1, PIECE.get(logits.device.type, LARGE_PIECE) // vocabulary)
+        most = max(1, PIECE.get(logits.device.type, LARGE_PIECE) // logits.shape[-1])
         ctx.pieces, ctx.blank = [*_pieces(frames, labels, most)], blank
         ctx.save_for_backward(logits, ids)
         ctx.mark_dirty(steps)
@@ -311,6 +308,12 @@ def _join(joint: Joint, hidden: Tensor, prediction: Tensor) -> Tensor:
     return logits
 
 
+def _check_vocabulary(logits: Tensor, most: int) -> None:
+    """Raises ValueError if the largest id is none of the labels of the logits."""
+    if most >= logits.shape[-1]:
+        raise ValueError(f"targets and blank must be ids from 0 to {logits.shape[-1] - 1}, got {most}.")
+
+
 def _check_floating(name: str, tensor: Tensor, layout: str) -> None:
     """Raises unless `tensor` is of floating point, has the dimensions of `layout`, and none of them is 0."""
     if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
@@ -330,8 +333,11 @@ def _checked(
     shape: Sequence[int],
     blank: int,
     reduction: str,
-) -> tuple[list[int], list[int], Tensor]:
-    """Gives frames and labels per sequence, and targets `[B, U + 1]`, 0 for padding; `shape` is B, T, U + 1."""
+) -> tuple[list[int], list[int], Tensor, int]:
+    """Gives frames and labels per sequence, targets `[B, U + 1]`, 0 for padding, and the largest id.
+
+    `shape` is B, T, U + 1.
+    """
     if reduction not in REDUCTIONS:
         raise ValueError(f"reduction must be one of {', '.join(map(repr, REDUCTIONS))}; got {reduction!r}.")
     batch, frames, width = shape
@@ -353,7 +359,7 @@ def _checked(
             f"least 0; got targets {wrong[:1].tolist()}."
         )
     ids = pad(targets.long().masked_fill(~known, 0), (0, 1))
-    return logit_lengths.tolist(), target_lengths.tolist(), ids
+    return logit_lengths.tolist(), target_lengths.tolist(), ids, max(blank, int(ids.max()))
 
 
 def _reduced(losses: Tensor, reduction: str) -> Tensor:

@@ -304,7 +304,7 @@ def test_no_more_cells_at_a_time_than_allowed(max_cells):
         ({"targets": torch.zeros(4, 4).long()}, ValueError, r"other than the blank, 0, .* got targets \[0\]"),
         ({"targets": torch.full((4, 4), 7)}, ValueError, r"from 0 to 6, got 7"),
         ({"targets": torch.full((4, 4), -1)}, ValueError, r"got targets \[-1\]"),
-        ({"blank": 7}, ValueError, "from 0 to 6, got . and 7"),
+        ({"blank": 7}, ValueError, "from 0 to 6, got 7"),
         ({"blank": -1}, ValueError, "blank at least 0"),
         ({"logit_lengths": [6, 1, 3, 4]}, TypeError, "logit_lengths must be a tensor of integers, got list"),
         ({"logit_lengths": torch.tensor([7, 1, 3, 4])}, ValueError, "logit_lengths must be from 1 to 6, got 1 to 7"),
