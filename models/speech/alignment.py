@@ -174,7 +174,7 @@ def _viterbi(log_probs: Tensor, frames: Tensor, states: Tensor, last: Tensor, bl
     """
     length, rows = log_probs.shape[1], torch.arange(len(states), device=states.device)
     # A blank is skipped between different labels alone: equal ones would become one.
-    skips = functional.pad(states[:, 2:] != states[:, :-2], (2, 0))[:, : states.shape[1]] & (states != blank)
+    skips = functional.pad(states[:, 2:] != states[:, :-2], (2, 0))[:, : states.shape[1]]
     scores = torch.full(states.shape, -torch.inf, dtype=log_probs.dtype, device=log_probs.device)
     scores[:, 0] = 0  # before the first frame: from here a path goes to the first blank or the first label
     moves = torch.zeros(length, *states.shape, dtype=torch.int8, device=states.device)

@@ -260,7 +260,9 @@ def test_dropout_is_the_same_in_both_passes():
 
 
 def test_autocast():
-    hidden, prediction, joint, rest = make(dtype=torch.float32)
+    """The gradients of 600 pieces are summed in float32."""
+    joint, rest = make(dtype=torch.float32)[2], batch([30], [19])[1:]
+    hidden, prediction = (torch.randn(1, *size, requires_grad=True) for size in ((30, 5), (20, 4)))
     tensors = (hidden, prediction, *joint.parameters())
     exact = torch.autograd.grad(at_once(hidden, prediction, joint, rest), tensors)
     types = []
@@ -276,7 +278,7 @@ def test_autocast():
     torch.testing.assert_close(found, whole, rtol=1e-3, atol=0)
     for slope, expected in zip(found_slopes, exact, strict=True):
         assert slope.dtype == torch.float32
-        assert (slope - expected).norm() < 0.03 * expected.norm()
+        assert (slope - expected).norm() < 0.01 * expected.norm()
 
 
 @pytest.mark.parametrize("max_cells", [1, 4, 9])
