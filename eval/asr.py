@@ -31,8 +31,8 @@ from favor.models.conformer import Chunks
 from favor.models.conformer.chunks import check_chunks
 from favor.models.conformer.modeling_conformer import ConformerPreTrainedModel
 from favor.models.speech import ConformerProcessor, Pronunciations
-from favor.models.speech.search.choice import Scorer, searched_words, usual_beam
-from favor.models.speech.transcript.pronunciations import lexicon_of
+from favor.models.speech.pronunciations import lexicon_of
+from favor.models.speech.word_beam import Scorer, searched_words
 from favor.train.common.arguments import BackendArguments, check_positive, option
 from favor.train.common.lock import hold, releases_locks
 from favor.train.common.program import DataclassParser, program
@@ -212,7 +212,7 @@ def evaluate_split(
     # Do not time what runs once per process, such as compiling a kernel.
     recognise(model, processor, sorted(utterances, key=lambda u: u.seconds or 0)[:1], **options)
     searches: dict[str, dict[str, Any]] = {"greedy": {}}
-    beam_size = arguments.beam_size or (1 if scorer is None else usual_beam(scorer))
+    beam_size = arguments.beam_size or (1 if scorer is None else scorer.beam_size)
     if beam_size > 1:
         names = ("language_model", "known_words", "hotwords")
         with_words = [name.replace("_", " ") for name in names if getattr(arguments, name)]

@@ -44,7 +44,7 @@ from favor.models.speech import (
     ctc_lexicon_beam,
     join_words,
 )
-from favor.models.speech.transcript.pronunciations import lexicon_of
+from favor.models.speech.pronunciations import lexicon_of
 from favor.train.common.program import Parser, program
 from favor.train.speech.data import Utterance
 from favor.train.speech.sources import load_speech

@@ -27,8 +27,8 @@ from favor.eval.common.isolated import Failure, isolated
 from favor.eval.common.program import add_results
 from favor.eval.speech.long_form_cell import Recording
 from favor.models.speech import Transcript
-from favor.models.speech.search.choice import search_emissions, searched_words, usual_beam
-from favor.models.speech.transcript.pronunciations import lexicon_of
+from favor.models.speech.pronunciations import lexicon_of
+from favor.models.speech.word_beam import search_emissions, searched_words
 from favor.train.common.arguments import BackendArguments
 from favor.train.common.program import Parser, program
 from favor.train.speech.sources import load_speech
@@ -72,7 +72,7 @@ def text_of(model: Any, processor: Any, recording: Recording, way: str, argument
         weights = {name: getattr(arguments, name) for name in ("language_model", "lm_weight", "word_score")}
         scorer = searched_words(model, processor.tokenizer, None, True, spoken, **weights)
     if way == "utterances":
-        search: Any = {"scorer": scorer, "beam_size": usual_beam(scorer) if scorer else 1, "lexicon": spoken}
+        search: Any = {"scorer": scorer, "beam_size": scorer.beam_size if scorer else 1, "lexicon": spoken}
         return " ".join(asr.recognise(model, processor, recording.utterances, batch_seconds=60, **search)[0])
     audio = recording.samples()
     if way == "stream":

@@ -12,7 +12,8 @@ from transformers import AutoModelForCausalLM, DebertaV2Config, LlamaConfig, Lla
 
 import favor
 from favor.eval.common.pretrained import minilm_path
-from favor_command import command, models
+from favor_command import command
+from favor_command.check import without_weights
 from favor_command.program import DEBUG, Parser
 from favor_command.programs import EVAL, ROOT, TRAIN, Folder
 from favor_command.saved import read_config
@@ -172,7 +173,7 @@ def test_check_says_what_describe_says(start, folders, bert_folder, name, device
     words = ["--lengths", *lengths, "--num_features", 64, "--window", 16, "--device", device]
     code, printed, _ = start("check", folder, "--attn_implementation", "favor+", *words)
     assert code == 0
-    model = models.without_weights(read_config(str(folder)))
+    model = without_weights(read_config(str(folder)))
     model = favor.configure(model, "favor+", num_features=64, window=16)
     expected = [favor.describe(model, length, device=device) for length in lengths]
     found = [kinds(description) for description in expected]
@@ -181,13 +182,6 @@ def test_check_says_what_describe_says(start, folders, bert_folder, name, device
     last = expected[-1].layers[0]
     assert f"linear, speed {last.speed:g}, memory {last.memory:g}" in printed
     assert f": {expected[0].layers[0].why}\n" in printed
-
-
-def test_a_model_without_weights_is_described_as_on_its_device(folders):
-    model = AutoModelForCausalLM.from_pretrained(folders / "llama", attn_implementation="landmark")
-    empty = favor.configure(models.without_weights(read_config(str(folders / "llama"))), "landmark")
-    assert favor.describe(empty, 40000, device="cpu") == favor.describe(model, 40000)
-    assert favor.describe(empty, 40000, device="cuda") != favor.describe(model, 40000)
 
 
 def test_check_says_how_many_positions_there_are(start, folders):

@@ -12,11 +12,9 @@ import pytest
 import favor
 from favor.eval.common import launch
 from favor.train.common import checkpoint
-from favor.train.common.lock import releases_locks
 from favor.train.common.program import did_you_mean
 from favor_command import convert
-from favor_command.names import RENAMED, renamed
-from favor_command.program import Parser
+from favor_command.program import RENAMED, Parser, renamed
 from favor_command.programs import ROOT, Folder
 
 # Names of transformers and accelerate, each with words by which people call the same thing.
@@ -130,13 +128,6 @@ def test_an_old_name_is_one_line_with_the_new_one(parsers, options, capsys):
                 assert said == f"{word.split('=')[0]} is now --{new}\n"
 
 
-def test_no_program_has_a_name_and_its_old_name(parsers):
-    """An old name remains where it means another thing, as `--layers all` of favor train distill does."""
-    for program, parser in parsers.items():
-        known = {name[2:] for name in parser.options()}
-        assert [old for old, names in RENAMED.items() if old in known and known & set(names)] == [], program
-
-
 def test_near_names_are_suggested_in_every_program(parsers, capsys):
     for program, parser in parsers.items():
         needed = [word for action in parser._actions if action.required for word in (action.option_strings[0], "1")]
@@ -147,12 +138,6 @@ def test_near_names_are_suggested_in_every_program(parsers, capsys):
                     parser.refuse([wrong])
                 said = capsys.readouterr().err
                 assert re.search(rf"unknown option {wrong}: did you mean --\w+\?\n$", said), (program, needed)
-
-
-def test_a_near_choice_is_suggested(parsers, capsys):
-    with pytest.raises(SystemExit):
-        parsers["check"].parse_args(["m", "--device", "cuad"])
-    assert capsys.readouterr().err.endswith(": did you mean cuda?\n")
 
 
 @pytest.mark.parametrize(
@@ -172,27 +157,6 @@ def test_a_missing_or_further_word_is_one_line(words, said, capsys):
     with pytest.raises(SystemExit):
         convert.parse_arguments(words.split())
     assert said in capsys.readouterr().err
-
-
-def test_settings_saved_under_old_names_are_the_same_run(tmp_path):
-    (tmp_path / checkpoint.RESULTS).touch()
-    checkpoint.write_json(tmp_path / checkpoint.SETTINGS, {"eval_file": "a", "num_processes": 1})
-    open_run = releases_locks(checkpoint.open_run)
-    open_run(tmp_path, {"validation_file": "a", "num_processes": 1}, resume=True, overwrite=False)
-    with pytest.raises(ValueError, match="other settings: validation_file was 'a' and is 'b'"):
-        open_run(tmp_path, {"validation_file": "b", "num_processes": 1}, resume=True, overwrite=False)
-
-
-def test_a_setting_that_is_a_constant_now_is_the_same_run_with_its_value_alone(tmp_path):
-    (tmp_path / checkpoint.RESULTS).touch()
-    open_run = releases_locks(checkpoint.open_run)
-    settings = {"trust_remote_code": True, "num_processes": 1}
-    old = settings | {"allow_pickle_weights": False, "temperature": 1.0, "skip_bad_rows": False}
-    checkpoint.write_json(tmp_path / checkpoint.SETTINGS, old)
-    open_run(tmp_path, settings, resume=True, overwrite=False)
-    checkpoint.write_json(tmp_path / checkpoint.SETTINGS, old | {"temperature": 2.0})
-    with pytest.raises(ValueError, match=r"other settings: temperature was 2\.0 and is None"):
-        open_run(tmp_path, settings, resume=True, overwrite=False)
 
 
 def test_a_training_finished_with_old_names_is_not_run_again(tmp_path):

@@ -219,8 +219,7 @@ def test_a_damaged_config_is_named(damaged, tmp_path):
 @pytest.mark.parametrize(
     "change",
     [
-        *({"hidden_size": "a"}, {"hidden_size": -4}, {"hidden_act": "x"}, {"vocab_size": 40}),
-        *({"num_attention_heads": 0}, {"dtype": "float99"}, {"id2label": 3}, {"model_type": "x"}),
+        *({"hidden_size": "a"}, {"hidden_act": "x"}, {"vocab_size": 40}, {"id2label": 3}, {"model_type": "x"}),
     ],
 )
 def test_a_config_that_fits_no_model_or_no_weights_is_one_line(change, bert_folder, tmp_path):
@@ -314,14 +313,6 @@ def test_programs_refuse_texts_that_the_tokenizer_does_not_know(name, bert_folde
     given[1 if words[0].startswith("--") else 0 : 1] = [str(folder)]
     with pytest.raises(ValueError, match=r"\d+% of the tokens of .* are \[UNK\]"):
         program.main(given)
-
-
-def test_convert_leaves_a_useless_tokenizer_behind(bert_folder, tmp_path, capsys):
-    shutil.copytree(bert_folder, tmp_path / "model")
-    (tmp_path / "model" / "tokenizer.json").unlink()
-    assert convert.main([str(tmp_path / "model"), str(tmp_path / "out")]) == 0
-    assert "no tokenizer or processor was found" in capsys.readouterr().out
-    assert not list((tmp_path / "out").glob("*token*"))
 
 
 def test_the_line_of_convert_loads_models_of_the_zoo(bert_folder, tmp_path, capsys):

@@ -86,13 +86,6 @@ def test_one_map_keeps_the_optimum(features):
     torch.testing.assert_close(sampler.parameters_.log_relative_second_moment(z), expected, rtol=0, atol=1e-9)
 
 
-@pytest.mark.parametrize("features", ["saderf", "aderf", "cderf"])
-def test_two_sets_have_two_maps(features):
-    x, y = sets()
-    sampler = SoftmaxKernelSampler(features, 8, random_state=0).fit(x, keys=y)
-    assert not np.allclose(sampler.transform(x), sampler.transform_keys(x))
-
-
 @pytest.mark.parametrize("features", ["cderf", "trig"])
 def test_pipeline_on_digits(features):
     data = load_digits()
@@ -129,15 +122,6 @@ def test_trigonometric_directions(features, n_components, shape):
     assert sampler.parameters_ is None
 
 
-def test_random_state_may_be_shared():
-    x, _ = sets()
-    state = np.random.RandomState(0)
-    one, two = (SoftmaxKernelSampler(n_components=4, random_state=state).fit(x).omega_ for _ in range(2))
-    assert not np.array_equal(one, two)
-    iid = SoftmaxKernelSampler(n_components=4, orthogonal=False, random_state=0).fit(x).omega_
-    assert abs(iid[0] @ iid[1]) > 1e-6
-
-
 def test_a_kernel_beyond_float64_is_cut_with_a_warning():
     x = np.full((3, 4), 40.0) * np.array([[1.0], [0.5], [0.1]])
     sampler = SoftmaxKernelSampler("trig", 10, random_state=0).fit(x)
@@ -162,9 +146,7 @@ def test_gaussian_features_are_finite_at_any_norm(features):
         ({"features": "wderf"}, "features must be one of trig, pos, gerf, saderf, aderf, sderf, cderf; got 'wderf'"),
         ({"kernel": "rbf"}, "kernel must be one of softmax, gaussian; got 'rbf'"),
         ({"n_components": 0}, "n_components must be an integer from 1 to 262144, got 0"),
-        ({"n_components": 1.5}, "n_components must be an integer from 1 to 262144, got 1.5"),
         ({"scale": 0.0}, "scale must be a positive number, got 0.0"),
-        ({"scale": "1"}, "scale must be a positive number, got '1'"),
     ],
 )
 def test_bad_parameters_are_refused_by_fit(options, message):
@@ -177,8 +159,3 @@ def test_keys_must_have_the_same_width():
     x, y = sets()
     with pytest.raises(ValueError, match="keys must have 4 features as X has, got 3"):
         SoftmaxKernelSampler().fit(x, keys=y[:, :3])
-
-
-def test_unknown_attributes_of_the_package_are_errors():
-    with pytest.raises(AttributeError, match="has no attribute 'Sampler'"):
-        favor.features.Sampler  # noqa: B018

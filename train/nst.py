@@ -32,8 +32,8 @@ from typing import Any
 from accelerate import Accelerator
 
 from favor.models.speech import ConformerProcessor
-from favor.models.speech.search.choice import Scorer, searched_words, usual_beam
-from favor.models.speech.transcript.pronunciations import lexicon_of
+from favor.models.speech.pronunciations import lexicon_of
+from favor.models.speech.word_beam import Scorer, searched_words
 from favor.train import asr
 from favor.train.common import checkpoint, report
 from favor.train.common.arguments import check_positive, option
@@ -275,7 +275,7 @@ def label_all(task: Task, teacher: Path, folder: Path, parts: dict[str, Sequence
     accelerator, student = task.accelerator, task.student
     model, processor = load_teacher(teacher, accelerator)
     identity, scorer = fingerprint(teacher), make_scorer(task.nst, teacher, model, processor)
-    beam_size = task.nst.beam_size or (8 if scorer is None else usual_beam(scorer))
+    beam_size = task.nst.beam_size or (8 if scorer is None else scorer.beam_size)
     if scorer is not None:
         identity += f", {task.nst.language_model}, {task.nst.lm_weight}, {task.nst.word_score}"
     for name, utterances in parts.items():

@@ -19,7 +19,7 @@ import torch
 
 import favor
 from favor.train.common.program import did_you_mean
-from favor_command.names import in_new_words
+from favor_command.program import in_new_words
 
 
 @dataclass(frozen=True)

@@ -51,7 +51,7 @@ from favor.train.speech.arguments import HUB, Arguments
 from favor.train.speech.data import long_enough
 from favor.train.speech.model import make_model, make_processor
 from favor.train.speech.sources import load_speech
-from favor_command.names import in_new_words
+from favor_command.program import in_new_words
 
 RECORD = "arm.json"
 EXACT, UNIFORM = "sdpa", "uniform_mean"

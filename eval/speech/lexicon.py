@@ -24,7 +24,7 @@ from torch import nn
 
 from favor.eval.speech.language_model import transcripts
 from favor.models.speech import normalize_transcript
-from favor.models.speech.transcript.pronunciations import write_lexicon
+from favor.models.speech.pronunciations import write_lexicon
 from favor.train.common.program import Parser, program
 from favor.train.speech.sources import load_speech
 from favor.train.text.samples import read_text

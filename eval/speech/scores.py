@@ -17,7 +17,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from favor.eval import asr
 from favor.models.speech import ConformerProcessor
-from favor.models.speech.transcript.pronunciations import lexicon_of
+from favor.models.speech.pronunciations import lexicon_of
 from favor.train.common.arguments import BackendArguments
 from favor.train.speech.data import Utterance, read_audio
 from favor.train.speech.loaders import evaluation_loader

@@ -1,7 +1,7 @@
 """Performer BERT: BERT whose saved checkpoints remember their attention backend and its options."""
 
-from favor.models.bert.configuration_performer_bert import PerformerBertConfig
 from favor.models.bert.modeling_performer_bert import (
+    PerformerBertConfig,
     PerformerBertForMaskedLM,
     PerformerBertForQuestionAnswering,
     PerformerBertForSequenceClassification,

@@ -1,7 +1,10 @@
-"""Performer BERT: transformers' BERT, parameter for parameter, under a configuration that keeps its backend."""
+"""Performer BERT: transformers' BERT, parameter for parameter, and a configuration that keeps its backend."""
 
 from __future__ import annotations
 
+from typing import Any
+
+from huggingface_hub.dataclasses import strict
 from transformers import (
     AutoConfig,
     AutoModel,
@@ -10,6 +13,7 @@ from transformers import (
     AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
     AutoTokenizer,
+    BertConfig,
     BertForMaskedLM,
     BertForQuestionAnswering,
     BertForSequenceClassification,
@@ -18,7 +22,41 @@ from transformers import (
     BertTokenizer,
 )
 
-from favor.models.bert.configuration_performer_bert import PerformerBertConfig
+from favor.models.stored_backend import StoredBackend
+
+
+@strict
+class PerformerBertConfig(StoredBackend, BertConfig):
+    """BERT's configuration plus an attention backend and its options, both written to `config.json`.
+
+    Every field of `BertConfig` keeps its name and default. A `config.json` of plain BERT is read unchanged.
+
+    Args:
+        favor: options of the FAVOR backends as a plain dictionary with the fields of `favor.FavorConfig`. None
+            (default) and absent fields take that class's defaults. Given to `from_pretrained`, the options are merged
+            into the saved ones.
+        attn_implementation: a FAVOR backend, "sdpa" or "eager". Default: the saved one, else "favor#".
+
+    Raises:
+        ValueError, TypeError: for an unknown option or a bad value in `favor`.
+
+    Example:
+        >>> from favor.models.bert import PerformerBertConfig
+        >>> PerformerBertConfig(favor={"num_features": 64}).to_dict()["attn_implementation"]
+        'favor#'
+    """
+
+    model_type = "performer_bert"
+
+    favor: dict[str, Any] | None = None
+
+    @classmethod
+    def get_config_dict(cls, *args: Any, **kwargs: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Reads a `config.json`; one of plain BERT is read as one of Performer BERT, without a warning."""
+        config_dict, unused = super().get_config_dict(*args, **kwargs)
+        if config_dict.get("model_type") == BertConfig.model_type:
+            config_dict = {**config_dict, "model_type": cls.model_type}
+        return config_dict, unused
 
 
 class PerformerBertModel(BertModel):
@@ -42,57 +80,25 @@ class PerformerBertModel(BertModel):
 
 
 class PerformerBertForMaskedLM(BertForMaskedLM):
-    """BERT with its masked language modelling head.
-
-    Example:
-        >>> from favor.models.bert import PerformerBertConfig, PerformerBertForMaskedLM
-        >>> config = PerformerBertConfig(hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8)
-        >>> model = PerformerBertForMaskedLM(config)
-        >>> model.config._attn_implementation
-        'favor#'
-    """
+    """BERT with its masked language modelling head."""
 
     config_class = PerformerBertConfig
 
 
 class PerformerBertForSequenceClassification(BertForSequenceClassification):
-    """BERT with a classification or regression head on the pooled output.
-
-    Example:
-        >>> from favor.models.bert import PerformerBertConfig, PerformerBertForSequenceClassification
-        >>> config = PerformerBertConfig(hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8)
-        >>> model = PerformerBertForSequenceClassification(config)
-        >>> model.config._attn_implementation
-        'favor#'
-    """
+    """BERT with a classification or regression head on the pooled output."""
 
     config_class = PerformerBertConfig
 
 
 class PerformerBertForTokenClassification(BertForTokenClassification):
-    """BERT with a classification head on every token.
-
-    Example:
-        >>> from favor.models.bert import PerformerBertConfig, PerformerBertForTokenClassification
-        >>> config = PerformerBertConfig(hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8)
-        >>> model = PerformerBertForTokenClassification(config)
-        >>> model.config._attn_implementation
-        'favor#'
-    """
+    """BERT with a classification head on every token."""
 
     config_class = PerformerBertConfig
 
 
 class PerformerBertForQuestionAnswering(BertForQuestionAnswering):
-    """BERT with a head for the start and the end of an answer span.
-
-    Example:
-        >>> from favor.models.bert import PerformerBertConfig, PerformerBertForQuestionAnswering
-        >>> config = PerformerBertConfig(hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8)
-        >>> model = PerformerBertForQuestionAnswering(config)
-        >>> model.config._attn_implementation
-        'favor#'
-    """
+    """BERT with a head for the start and the end of an answer span."""
 
     config_class = PerformerBertConfig
 

@@ -7,8 +7,7 @@ from favor.models.conformer.configuration_conformer import ConformerConfig
 from favor.models.conformer.feature_extraction_conformer import ConformerFeatureExtractor
 from favor.models.conformer.modeling_conformer import ConformerForCTC, ConformerModel
 from favor.models.conformer.modeling_transducer import ConformerForTransducer
-from favor.models.conformer.streaming import ConformerStream
-from favor.models.conformer.transcript_stream import TranscriptStream, feed_streams
+from favor.models.conformer.streaming import ConformerStream, TranscriptStream, feed_streams
 from favor.models.speech import *  # noqa: F403  they stood here, and code asks for them here
 from favor.models.speech import ConformerProcessor, ConformerTokenizer
 

@@ -67,12 +67,9 @@ class Chunks:
         return cls(size, left)
 
     def visible(self, length: int, total: int, device: torch.device | None = None) -> Tensor:
-        """Says which keys each query sees, boolean `[length, total]`.
+        """Says which of `total` keys each query sees, boolean `[length, total]`.
 
-        Args:
-            length: number of queries, from the first frame of a chunk on.
-            total: number of keys, the last of which are the frames of the queries.
-            device: of the result.
+        Queries begin with the first frame of a chunk, and the last keys are their frames.
         """
         query = torch.arange(length, device=device)[:, None] // self.size
         key = torch.arange(length - total, length, device=device) // self.size
@@ -80,14 +77,10 @@ class Chunks:
         return seen if self.left is None else seen & (key >= query - self.left)
 
     def unrolled(self, length: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-        """Makes chunks of a sequence for attention that is causal, which need not know of them.
+        """Makes chunks of a sequence of L frames for attention that is causal, which need not know of them.
 
         Each chunk comes twice: first its frames as keys, whose queries nobody reads, then its frames as queries, whose
         keys nobody sees. So a query sees all keys of its chunk and of those before, and none else.
-
-        Args:
-            length: number of frames L, from the first one of a chunk on.
-            device: of the result.
 
         Returns:
             The frame at each of the 2 L places; whether a place is a key; the place of the query of each frame, `[L]`.
@@ -100,16 +93,12 @@ class Chunks:
         return order, is_key, queries
 
     def convolve(self, inputs: Tensor, convolution: Any, right: int) -> Tensor:
-        """Convolves each chunk with zeros after its last frame.
+        """Convolves each chunk with zeros after its last frame, `[B, C, T]`.
 
         Args:
-            inputs: `[B, C, left + T]`, with the frames before the first one, `left` of them, as many as the convolution
-                sees.
+            inputs: `[B, C, left + T]`, with as many frames before the first one as the convolution sees.
             convolution: over time, without padding.
             right: frames that it sees after the one in its middle.
-
-        Returns:
-            `[B, C, T]`.
         """
         left = convolution.kernel_size[0] - 1 - right
         length = inputs.shape[-1] - left

@@ -44,17 +44,7 @@ class ConformerConvolution(LasrEncoderConvolutionModule):
         state: BlockState | None = None,
         chunks: Chunks | None = None,
     ) -> Tensor:
-        """Convolves over time.
-
-        Args:
-            hidden_states: `[B, T, C]`.
-            real: `[B, T]`, boolean, False for padding; None if there is none.
-            state: what earlier frames left behind, for streaming; changed in place.
-            chunks: beyond which nothing is seen. Default None: no chunks.
-
-        Returns:
-            `[B, T, C]`.
-        """
+        """Convolves `[B, T, C]` over time; arguments as of `ConformerBlock`."""
         hidden_states = functional.glu(self.pointwise_conv1(hidden_states.transpose(1, 2)), dim=1)
         if real is not None:
             hidden_states = hidden_states.masked_fill(~real.unsqueeze(1), 0.0)
@@ -99,15 +89,9 @@ class ConformerAttention(LasrEncoderAttention):
         chunks: Chunks | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        """Computes attention of whole recordings.
+        """Computes attention of whole recordings `[B, T, C]`; arguments as of `ConformerBlock`.
 
-        Args:
-            hidden_states: `[B, T, C]`.
-            position_embeddings: cosines and sines `[1, T, head_dim]`.
-            attention_mask: for the attention backend; of exact attention it has the chunks in it.
-            real: `[B, T]`, False for padding; None if there is none.
-            chunks: beyond which nothing is seen. Default None: no chunks.
-            **kwargs: for the attention backend.
+        The mask of exact attention has the chunks in it.
         """
         if chunks is None or self.config._attn_implementation not in registry.BACKENDS:
             found: Any = super().forward(hidden_states, position_embeddings, attention_mask, **kwargs)
@@ -123,14 +107,9 @@ class ConformerAttention(LasrEncoderAttention):
         real: Tensor | None = None,
         chunks: Chunks | None = None,
     ) -> Tensor:
-        """Computes attention of the next frames to themselves and all before them.
+        """Computes attention of the next frames `[B, T, C]` to themselves, or their chunk, and all before them.
 
-        Args:
-            hidden_states: `[B, T, C]`.
-            position_embeddings: cosines and sines `[1 or B, T, head_dim]`.
-            state: of the batch, or of each row; changed in place.
-            real: `[B, T]`, boolean, False for padding, which is on the right; None if there is none.
-            chunks: of which a frame sees its own and earlier ones. Default None: a frame sees itself and earlier ones.
+        The state, of the batch or of each row, is changed in place; other arguments as of `ConformerBlock`.
         """
         query, key, value = self._heads(hidden_states, position_embeddings)
         if not isinstance(state, list):
@@ -180,7 +159,8 @@ class ConformerAttention(LasrEncoderAttention):
             seen = torch.ones(new, total, dtype=torch.bool, device=query.device).tril(total - new)
         else:
             seen = chunks.visible(new, total, query.device)
-            state.forget(None if chunks.left is None else chunks.left * chunks.size)
+            if chunks.left is not None:
+                state.forget(chunks.left * chunks.size)
         out = functional.scaled_dot_product_attention(
             query, key, value, seen, scale=self.scaling, enable_gqa=query.shape[1] != key.shape[1]
         )
@@ -209,7 +189,7 @@ class ConformerBlock(LasrEncoderBlock):
         chunks: Chunks | None = None,
         **kwargs: Any,
     ) -> Tensor:
-        """Runs one layer.
+        """Runs one layer on frames.
 
         Args:
             hidden_states: `[B, T, C]`.

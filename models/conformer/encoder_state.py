@@ -20,28 +20,24 @@ if TYPE_CHECKING:
 
 @dataclass
 class KeyValues:
-    """State of exact attention: all keys and values so far, `[B, H, S, head_dim]`."""
+    """State of exact attention: keys and values so far, `[B, H, S, head_dim]` each; none before the first frame."""
 
-    key: Tensor | None = None
-    value: Tensor | None = None
+    tensors: tuple[Tensor, ...] = ()
 
     @property
     def nbytes(self) -> int:
         """Bytes of the state."""
-        return 0 if self.key is None or self.value is None else self.key.nbytes + self.value.nbytes
+        return sum(tensor.nbytes for tensor in self.tensors)
 
-    def append(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    def append(self, *new: Tensor) -> tuple[Tensor, ...]:
         """Adds the next keys and values and returns all of them."""
-        if self.key is not None and self.value is not None:
-            key, value = torch.cat((self.key, key), dim=2), torch.cat((self.value, value), dim=2)
-        self.key, self.value = key, value
-        return key, value
+        pairs = zip(self.tensors, new, strict=True) if self.tensors else ((one,) for one in new)
+        self.tensors = tuple(torch.cat(pair, dim=2) for pair in pairs)
+        return self.tensors
 
-    def forget(self, kept: int | None) -> None:
-        """Drops all but the last `kept` keys and values; None keeps all."""
-        if kept is not None and self.key is not None and self.value is not None:
-            first = max(0, self.key.shape[2] - kept)
-            self.key, self.value = self.key[:, :, first:].clone(), self.value[:, :, first:].clone()
+    def forget(self, kept: int) -> None:
+        """Drops all but the last `kept` keys and values."""
+        self.tensors = tuple(old[:, :, max(0, old.shape[2] - kept) :].clone() for old in self.tensors)
 
 
 AttentionState = StreamState | KeyValues
@@ -49,12 +45,7 @@ AttentionState = StreamState | KeyValues
 
 @dataclass
 class BlockState:
-    """State of a layer between pieces.
-
-    Attributes:
-        convolution: its last inputs, `[B, C, kernel - 1]`.
-        attention: of the whole batch, or a list with the state of each row.
-    """
+    """State of a layer: last inputs of its convolution `[B, C, kernel - 1]`; attention of the batch or of each row."""
 
     convolution: Tensor
     attention: AttentionState | list[AttentionState]
@@ -83,23 +74,14 @@ class BlockState:
 
 @dataclass
 class EncoderState:
-    """All that the audio so far leaves behind in front of and in the encoder.
-
-    Attributes:
-        layers: of each layer.
-        samples: those that the next window of features begins with, `[n]`; None before the first.
-        features: those that no frame has used up, `[B, T, num_mel_bins]`; None before the first.
-        position: of the next frame; the rotary embedding counts from there.
-        chunks: in which frames are computed; None for a causal encoder.
-        has_ended: whether no more audio comes, so that the last chunk may be shorter.
-    """
+    """All that the audio so far leaves behind in front of and in the encoder."""
 
     layers: list[BlockState]
-    samples: Tensor | None = None
-    features: Tensor | None = None
-    position: int = 0
-    chunks: Chunks | None = None
-    has_ended: bool = False
+    samples: Tensor | None = None  # that the next window of features begins with, [n]
+    features: Tensor | None = None  # that no frame has used up, [B, T, num_mel_bins]
+    position: int = 0  # of the next frame; the rotary embedding counts from there
+    chunks: Chunks | None = None  # in which frames are computed; None for a causal encoder
+    has_ended: bool = False  # no more audio comes, so that the last chunk may be shorter
 
     @classmethod
     def empty(cls, encoder: ConformerModel, batch_size: int = 1, chunks: Chunks | None = None) -> EncoderState:
@@ -129,9 +111,7 @@ class EncoderState:
     def ready(self, encoder: ConformerModel, most: int | None = None) -> int:
         """Counts the frames that can be computed now: whole chunks, if there are chunks and the audio has not ended.
 
-        Args:
-            encoder: of the state.
-            most: as many at once, but a whole chunk at least. Default None: all.
+        With `most` it counts no more, but a whole chunk at least.
         """
         there = 0 if self.features is None else encoder.subsampled_lengths(self.features.shape[1])
         size = 1 if self.chunks is None else self.chunks.size
@@ -169,7 +149,7 @@ def check_stream(model: Any, feature_extractor: ConformerFeatureExtractor | None
 
 @torch.no_grad()
 def encode(encoder: ConformerModel, states: Sequence[EncoderState], counts: Sequence[int]) -> list[Tensor]:
-    """Computes the next frames of several recordings in one pass.
+    """Computes the next frames of several recordings in one pass, `[B, count, C]` for each state.
 
     All layers run on the whole batch. Only attention can differ: the states of positive features without a window are
     joined. With other states (exact attention, windows, landmarks) attention runs for each recording alone, because
@@ -180,9 +160,6 @@ def encode(encoder: ConformerModel, states: Sequence[EncoderState], counts: Sequ
         states: with at least one complete frame each. The states of the layers change; `advance` does the rest. A state
             of several recordings of equal length comes alone.
         counts: frames to compute for each state, 1 to `ready`.
-
-    Returns:
-        Frames `[B, count, C]` for each state; B is 1 if there are several states.
     """
     width, stride = encoder.config.subsampling_conv_kernel_size, encoder.config.subsampling_conv_stride
     used = [(count - 1) * stride**2 + (width - 1) * (1 + stride) + 1 for count in counts]

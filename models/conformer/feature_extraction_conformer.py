@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import BatchFeature, LasrFeatureExtractor
 
-from favor.models.speech.audio.waveforms import check_call, check_sizes, waveforms
+from favor.models.speech.audio import check_call, check_sizes, waveforms
 
 NORMALIZE = ("utterance", "none")
 # Frames whose spectra exist at once: about 4 MB, whether the audio lasts a second or an hour.
@@ -170,19 +170,12 @@ class ConformerFeatureExtractor(LasrFeatureExtractor):
         Args:
             raw_speech: float samples in [-1, 1] of one mono waveform, `[n]`, or several, `[B, n]` or a list of `[n]`:
                 arrays, tensors or lists.
-            truncation: cut to `max_length` frames, after normalisation. Default False.
-            pad_to_multiple_of: pad the number of frames to a multiple. Default None.
-            return_tensors: "pt" or "np". Default None: as "pt".
-            return_attention_mask: accepted because the pipeline passes True; the mask is always returned, False is an
-                error.
-            padding: "longest" (default), "max_length", or False.
-            max_length: frames, for truncation and padding.
-            sampling_rate: of the samples; must be that of the extractor. Default None: taken to be that, with a
-                warning.
+            truncation, pad_to_multiple_of, return_tensors, padding, max_length: of frames, as in transformers.
+            return_attention_mask: the mask is always returned; False is an error.
+            sampling_rate: that of the extractor. Default None: taken to be that, with a warning.
             do_normalize: False takes "none" and True "utterance" for this call. Default None: as the extractor is set.
             device: where to compute. Default "cpu".
-            dither: standard deviation of Gaussian noise added to the samples, for training only: it belongs to the call
-                and is never saved. Default 0.
+            dither: standard deviation of Gaussian noise added to the samples, for training only. Default 0.
             generator: of that noise, on the CPU. Default None: torch's.
 
         Returns:

@@ -21,11 +21,10 @@ from transformers.utils.output_capturing import capture_outputs
 from favor.models.conformer.chunks import EXACT, Chunks, check_chunks
 from favor.models.conformer.configuration_conformer import TRANSDUCER, ConformerConfig, subsampled_frames
 from favor.models.conformer.encoder_layers import ConformerAttention, ConformerBlock
-from favor.models.conformer.streaming import ConformerStream
-from favor.models.conformer.transcript_stream import TranscriptStream
+from favor.models.conformer.streaming import ConformerStream, TranscriptStream
 from favor.models.speech.encoder import Count, EncoderOutput, ctc_loss, frame_counts, right_padded
-from favor.models.speech.transcript.processor import ConformerProcessor
-from favor.models.speech.transcript.utterances import EndpointRules
+from favor.models.speech.spans import EndpointRules
+from favor.models.speech.tokenizer import ConformerProcessor
 from favor.models.speech.transcription import TranscribesCTC, processor_of
 
 _OF_CONFIG = ("architectures", "cache_dir", "force_download", "local_files_only", "revision", "subfolder", "token")
@@ -69,15 +68,7 @@ class ConformerPreTrainedModel(LasrPreTrainedModel):
     ) -> TranscriptStream:
         """Starts the transcription of audio that comes in pieces; see `favor.models.conformer.TranscriptStream`.
 
-        Args:
-            processor: features and tokens of the model. Default None: the one in the folder of the model.
-            rules: when an utterance ends. Default None: `EndpointRules()`.
-            reset_encoder: whether the encoder forgets all audio at an end point. Default False.
-            chunks: in which a model runs that is not causal. Default None: the model is causal.
-
-        Raises:
-            ValueError: without a processor, if the model is in training mode or is not causal and has no chunks, or if
-                features depend on the whole utterance.
+        Without a processor it takes the one in the folder of the model.
         """
         return TranscriptStream(self, processor or processor_of(self.name_or_path), rules, reset_encoder, chunks)
 

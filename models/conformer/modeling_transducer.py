@@ -19,10 +19,10 @@ from favor.models.conformer.chunks import Chunks
 from favor.models.conformer.configuration_conformer import ConformerConfig
 from favor.models.conformer.modeling_conformer import ConformerModel, ConformerPreTrainedModel
 from favor.models.speech.encoder import IGNORED, ctc_loss, frame_counts
-from favor.models.speech.transcript.spans import Emission
+from favor.models.speech.lattice import joint_transducer_loss
+from favor.models.speech.spans import Emission
 from favor.models.speech.transcription import Transcribes
-from favor.models.speech.transducer.decoding import transducer_emissions, transducer_greedy
-from favor.models.speech.transducer.loss import joint_transducer_loss
+from favor.models.speech.transducer import transducer_emissions, transducer_greedy
 
 State = tuple[Tensor, ...]
 
@@ -135,10 +135,8 @@ class ConformerForTransducer(Transcribes, ConformerPreTrainedModel):
         """Computes the encoder's frames, and the loss if there are labels.
 
         Args:
-            input_features: `[B, T, num_mel_bins]`.
-            attention_mask: `[B, T]`, as in `ConformerModel`.
+            input_features, attention_mask, **kwargs: as in `ConformerModel`.
             labels: `[B, U]`, padded with -100.
-            **kwargs: as in `ConformerModel`.
 
         Returns:
             The loss is the mean over the batch of the Transducer's negative log-likelihood (nats), weighted with the

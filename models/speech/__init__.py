@@ -1,28 +1,33 @@
 """Parts of every model of speech: audio, tokens and text, searches, the Transducer loss.
 
 - `audio`: files as waveforms at any sampling rate; checks of waveforms
-- `transcript`: tokens, pronunciations, times of words, utterances
-- `search`: from logits of CTC to tokens: greedy, beams, language models, forced alignment
-- `transducer`: the loss of the Transducer and its searches
+- `tokenizer`, `pronunciations`, `spans`: tokens and words, features and labels behind one call, times of words
+- `ctc`, `alignment`: greedy search, prefix beam search, frames of tokens, forced alignment
+- `word_beam`, on `word_scorer` or `word_lexicon`, which use `ngram`: beam search with language models and hotwords
+- `lattice`, `transducer`: the loss of the Transducer and its searches
 - `encoder`, `transcription`: padding and CTC loss of encoders; `model.transcribe`
 """
 
-from favor.models.speech.audio.files import read_file, resample
-from favor.models.speech.search.alignment import ctc_align, ctc_emissions
-from favor.models.speech.search.common import Hypothesis
-from favor.models.speech.search.ctc import ctc_greedy, ctc_prefix_beam
-from favor.models.speech.search.lexicon_beam import WordLexicon, ctc_lexicon_beam
-from favor.models.speech.search.ngram import NgramModel, write_arpa
-from favor.models.speech.search.scores import WordScorer
-from favor.models.speech.search.word_beam import ctc_word_beam
-from favor.models.speech.transcript.processor import ConformerProcessor
-from favor.models.speech.transcript.pronunciations import Pronunciations
-from favor.models.speech.transcript.spans import Emission, Span, join_segments, join_words
-from favor.models.speech.transcript.tokenizer import ConformerTokenizer, normalize_transcript, train_tokenizer
-from favor.models.speech.transcript.utterances import EndpointRules, Utterance
+from favor.models.speech.alignment import ctc_align, ctc_emissions
+from favor.models.speech.audio import read_file, resample
+from favor.models.speech.ctc import Hypothesis, ctc_greedy, ctc_prefix_beam
+from favor.models.speech.lattice import joint_transducer_loss, transducer_loss
+from favor.models.speech.ngram import NgramModel, write_arpa
+from favor.models.speech.pronunciations import Pronunciations
+from favor.models.speech.spans import Emission, EndpointRules, Span, Utterance, join_segments, join_words
+from favor.models.speech.tokenizer import (
+    ConformerProcessor,
+    ConformerTokenizer,
+    normalize_transcript,
+    train_tokenizer,
+)
 from favor.models.speech.transcription import Transcript
-from favor.models.speech.transducer.decoding import transducer_beam, transducer_emissions, transducer_greedy
-from favor.models.speech.transducer.loss import joint_transducer_loss, transducer_loss
+from favor.models.speech.transducer import transducer_beam, transducer_emissions, transducer_greedy
+from favor.models.speech.word_beam import ctc_word_beam
+from favor.models.speech.word_lexicon import WordLexicon
+from favor.models.speech.word_scorer import WordScorer
+
+ctc_lexicon_beam = ctc_word_beam
 
 __all__ = [
     "ConformerProcessor",

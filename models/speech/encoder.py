@@ -17,15 +17,9 @@ Count = TypeVar("Count", int, Tensor)
 
 @dataclass
 class EncoderOutput(BaseModelOutput):
-    """Output of an encoder.
+    """Output of an encoder, as in transformers, with a mask."""
 
-    Attributes:
-        last_hidden_state: `[B, L, C]`.
-        attention_mask: `[B, L]`, boolean, True for real frames; None if none was given.
-        hidden_states, attentions: as in transformers.
-    """
-
-    attention_mask: Tensor | None = None
+    attention_mask: Tensor | None = None  # [B, L], boolean, True for real frames; None if none was given
 
 
 class PaddedBatchNorm(nn.BatchNorm1d):

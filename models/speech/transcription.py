@@ -12,14 +12,14 @@ import torch
 from torch import Tensor
 
 from favor.integrations.modules import evaluating
-from favor.models.speech.audio.files import file_seconds, read_file
-from favor.models.speech.search.choice import Scorer, search_emissions, searched_words
-from favor.models.speech.search.common import check_beam
-from favor.models.speech.search.ngram import NgramModel
-from favor.models.speech.search.scores import WordScorer, check_searches_words
-from favor.models.speech.transcript.processor import ConformerProcessor
-from favor.models.speech.transcript.pronunciations import Pronunciations, lexicon_of
-from favor.models.speech.transcript.spans import Emission, Span, in_seconds, join_segments, join_words
+from favor.models.speech.audio import file_seconds, read_file
+from favor.models.speech.ctc import check_beam
+from favor.models.speech.ngram import NgramModel
+from favor.models.speech.pronunciations import Pronunciations, lexicon_of
+from favor.models.speech.spans import Emission, Span, in_seconds, join_segments, join_words
+from favor.models.speech.tokenizer import ConformerProcessor
+from favor.models.speech.word_beam import Scorer, check_searches_words, search_emissions, searched_words
+from favor.models.speech.word_scorer import WordScorer
 
 Audio = str | Path | np.ndarray | Tensor
 TIMES = (None, "char", "word", "segment")
@@ -33,11 +33,6 @@ class Transcript:
         text: all of it.
         spans: characters (or word pieces), words or segments with start and end in seconds and a confidence, as
             `return_timestamps` asked for; empty without it.
-
-    Example:
-        >>> from favor.models.speech import Span, Transcript
-        >>> Transcript(text="GOOD DAY", spans=[Span("GOOD", 0.4, 0.6, 0.9), Span("DAY", 0.8, 1.0, 0.7)]).spans[1].start
-        0.8
     """
 
     text: str
@@ -53,17 +48,11 @@ class Transcript:
         return_timestamps: str | None = None,
         pause: float = 0.5,
     ) -> Transcript:
-        """Makes a transcript of the tokens of one recording.
-
-        Args:
-            emissions: tokens with frames, confidences, and words if a search among pronunciations has found them.
-            processor: that of the model.
-            seconds: that a frame lasts.
-            lexicon: pronunciations of words, if the tokens are phonemes. Default None: they are not.
-            return_timestamps: as for `transcribe`. Default None: text alone.
-            pause: as for `transcribe`. Default 0.5.
-        """
-        text = _text(emissions, processor, lexicon)
+        """Makes a transcript of the tokens of one recording, whose frames last `seconds`; options of `transcribe`."""
+        text = " ".join(one.word for one in emissions if one.word)  # if a search among pronunciations has found words
+        if not text:
+            text = str(processor.tokenizer.decode([one.token for one in emissions], group_tokens=False))
+            text = text if lexicon is None else lexicon.read(text)
         if return_timestamps is None:
             return cls(text, [])
         spans = in_seconds(processor.tokenizer.spans(emissions), seconds)
@@ -238,11 +227,3 @@ def _waveform(one: Audio, place: str, model: Any, processor: ConformerProcessor)
     if model.subsampled_lengths(extractor.num_frames(len(samples))) < 1:
         raise ValueError(f"{place}: {len(samples)} samples are too few for one frame of the model: leave it out.")
     return samples
-
-
-def _text(emissions: list[Emission], processor: ConformerProcessor, lexicon: Pronunciations | None) -> str:
-    """The words that a search among pronunciations has found, else those of the tokens."""
-    if any(one.word for one in emissions):
-        return " ".join(one.word for one in emissions if one.word)
-    text: str = processor.tokenizer.decode([one.token for one in emissions], group_tokens=False)
-    return text if lexicon is None else lexicon.read(text)

@@ -2,8 +2,7 @@
 
 from transformers import AutoFeatureExtractor, AutoProcessor, AutoTokenizer
 
-from favor.models.speech.transcript.processor import ConformerProcessor
-from favor.models.speech.transcript.tokenizer import ConformerTokenizer
+from favor.models.speech.tokenizer import ConformerProcessor, ConformerTokenizer
 from favor.models.whisper_ctc.configuration_whisper_ctc import WhisperCTCConfig
 from favor.models.whisper_ctc.feature_extraction_whisper_ctc import WhisperCTCFeatureExtractor
 from favor.models.whisper_ctc.modeling_whisper_ctc import WhisperForCTC

@@ -9,7 +9,7 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 from transformers import BatchFeature, WhisperFeatureExtractor
 
-from favor.models.speech.audio.waveforms import check_call, check_sizes, waveforms
+from favor.models.speech.audio import check_call, check_sizes, waveforms
 
 
 class WhisperCTCFeatureExtractor(WhisperFeatureExtractor):
@@ -60,11 +60,9 @@ class WhisperCTCFeatureExtractor(WhisperFeatureExtractor):
 
         Args:
             raw_speech: float samples in [-1, 1] of one mono waveform, `[n]`, or several, `[B, n]` or a list of `[n]`.
-            sampling_rate: of the samples; must be that of the extractor. Default None: taken to be that, with a
-                warning.
+            sampling_rate: that of the extractor. Default None: taken to be that, with a warning.
             return_tensors: "pt" or "np". Default None: as "pt".
-            return_attention_mask: accepted because the pipeline passes True; the mask is always returned, False is an
-                error.
+            return_attention_mask: the mask is always returned; False is an error.
             device: where to compute. Default "cpu".
             dither: standard deviation of Gaussian noise added to the samples, for training only. Default 0.
             generator: of that noise, on the CPU. Default None: torch's.

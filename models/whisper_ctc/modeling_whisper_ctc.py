@@ -18,7 +18,7 @@ from transformers.utils.generic import can_return_tuple
 from transformers.utils.output_capturing import capture_outputs
 
 from favor.models.speech.encoder import Count, EncoderOutput, PaddedBatchNorm, ctc_loss, frame_counts, right_padded
-from favor.models.speech.transcript.processor import ConformerProcessor
+from favor.models.speech.tokenizer import ConformerProcessor
 from favor.models.speech.transcription import TranscribesCTC
 from favor.models.whisper_ctc.configuration_whisper_ctc import WhisperCTCConfig
 from favor.models.whisper_ctc.streaming_whisper_ctc import WhisperCTCStream
@@ -247,40 +247,21 @@ class WhisperForCTC(TranscribesCTC, WhisperPreTrainedModel):
         )
 
     @torch.no_grad()
-    def window_logits(
-        self,
-        input_features: Tensor,
-        attention_mask: Tensor | None = None,
-        keep: int | None = None,
-        left: int | None = None,
-        right: int | None = None,
-    ) -> tuple[Tensor, Tensor]:
+    def window_logits(self, input_features: Tensor, attention_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Computes logits of long recordings window by window, so that time and memory grow with the length alone.
 
-        Each window has `left + keep + right` frames, of which the `keep` ones in the middle are kept. A recording that
-        is not longer than the positions of the model is one pass.
+        A window is half as long as the positions of the model, 15 seconds for a Whisper; the 10 seconds in its middle
+        are kept. A recording that is not longer than the positions is one pass.
 
         Args:
             input_features: `[B, T, num_mel_bins]`, of the whole recordings.
             attention_mask: `[B, T]`, 1 for real frames, which come first. Default: all real.
-            keep: frames of 20 ms. Default None: a third of the positions, 10 seconds for a Whisper.
-            left: frames before them. Default None: a twelfth of the positions, 2.5 seconds.
-            right: frames after them. Default None: a twelfth.
 
         Returns:
             Logits `[B, L, vocab_size]` with L = ceil(T / 2), and the real frames of each row, `[B]`.
-
-        Raises:
-            ValueError: for numbers out of range, or more frames in a window than the model has positions.
         """
         most = self.config.max_source_positions
-        keep = max(1, most // 3) if keep is None else keep
-        left, right = (most // 12 if frames is None else frames for frames in (left, right))
-        if keep < 1 or min(left, right) < 0 or left + keep + right > most:
-            raise ValueError(
-                f"keep must be at least 1, left and right at least 0, and their sum at most {most}; got {keep}, {left} "
-                f"and {right}."
-            )
+        keep, beside = max(1, most // 3), most // 12
         if attention_mask is None:
             attention_mask = input_features.new_ones(input_features.shape[:2])
         mask = right_padded(attention_mask, input_features)
@@ -291,7 +272,7 @@ class WhisperForCTC(TranscribesCTC, WhisperPreTrainedModel):
         for features, length in zip(input_features, mask.sum(1).tolist(), strict=True):
             parts, total = [], self.subsampled_lengths(length)
             for first in range(0, total, keep):
-                start, stop = max(0, first - left), min(length, 2 * (first + keep + right))
+                start, stop = max(0, first - beside), min(length, 2 * (first + keep + beside))
                 logits = self(features[None, 2 * start : stop]).logits[0]
                 parts.append(logits[first - start : first - start + keep])
             rows.append(torch.cat(parts))
@@ -302,14 +283,6 @@ class WhisperForCTC(TranscribesCTC, WhisperPreTrainedModel):
     def stream(self, processor: ConformerProcessor, **settings: Any) -> WhisperCTCStream:
         """Starts a recording that comes in pieces; see `favor.models.whisper_ctc.WhisperCTCStream`."""
         return WhisperCTCStream(self, processor, **settings)
-
-    def transcribe_stream(self, *args: Any, **kwargs: Any) -> Any:
-        """Refuses: this model is not causal, and `stream` works without that.
-
-        Raises:
-            ValueError: always.
-        """
-        raise ValueError("transcribe_stream needs a causal model; this one streams with a look-ahead: call stream.")
 
 
 AutoConfig.register(WhisperCTCConfig.model_type, WhisperCTCConfig, exist_ok=True)

@@ -7,13 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from favor.models.speech.audio.waveforms import check_open, one_waveform
-from favor.models.speech.search.choice import Scorer, begin_search
-from favor.models.speech.transcript.processor import ConformerProcessor
-from favor.models.speech.transcript.pronunciations import Pronunciations, lexicon_of
-from favor.models.speech.transcript.spans import Emission, Span
-from favor.models.speech.transcript.tokenizer import SPACE
+from favor.models.speech.audio import check_open, one_waveform
+from favor.models.speech.pronunciations import Pronunciations, lexicon_of
+from favor.models.speech.spans import Emission, Span
+from favor.models.speech.tokenizer import SPACE, ConformerProcessor
 from favor.models.speech.transcription import Transcript
+from favor.models.speech.word_beam import Scorer, begin_search
 
 if TYPE_CHECKING:
     from favor.models.whisper_ctc.modeling_whisper_ctc import WhisperForCTC

@@ -9,13 +9,13 @@ of the lengths, and 1 if none is.
 
 from __future__ import annotations
 
+import warnings
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from favor_command import models
 from favor_command.program import Parser, program
-from favor_command.saved import read_config
+from favor_command.saved import model_class, read_config
 
 NAME = "favor check"
 KEPT = ("exact", "local", "refused")
@@ -26,35 +26,25 @@ FOOT = (
 
 
 def parse_arguments(words: Sequence[str] | None) -> Any:
-    """Arguments of the program; ends it for bad ones."""
+    """Parses the arguments."""
     parser = Parser(NAME, __doc__)
     parser.add_place(
         "model_name_or_path", "model", "folder with a config.json, or a name that transformers can resolve"
     )
     parser.add_argument("--lengths", type=int, nargs="+", default=[512, 2048, 8192, 32768], help="numbers of tokens")
-    models.add_options(parser)
+    add_options(parser)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="device that the model would run on")
     return parser.parse_args(words)
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Runs the program.
-
-    Args:
-        words: the command line. Default None: that of this process.
-
-    Returns:
-        The exit code: 0 if some layer is linear, else 1.
-
-    Raises:
-        ValueError: if there is no such model, or an option has a bad value.
-    """
+    """Runs the program; gives its exit code: 0 if some layer is linear, else 1."""
     arguments = parse_arguments(words)
-    model = models.without_weights(read_config(arguments.model))
+    model = without_weights(read_config(arguments.model))
     try:
-        backend = models.switch(model, arguments)
+        backend = switch(model, arguments)
     except ValueError as error:
-        if not models.never_asks(model):
+        if not never_asks(model):
             raise
         print(f"{type(model).__name__} is refused: {error}")
         return 1
@@ -64,14 +54,7 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 def report(model: Any, backend: str, lengths: Sequence[int], device: str) -> tuple[list[str], bool]:
-    """Gives the lines to print for a switched model, and whether some layer is linear at one of the lengths.
-
-    Args:
-        model: after `favor.configure`.
-        backend: its name, for the last line.
-        lengths: numbers of tokens.
-        device: "cpu" or "cuda".
-    """
+    """Gives the lines to print for a switched model, and whether some layer is linear at one of the lengths."""
     import favor
 
     lengths = sorted(set(lengths))
@@ -106,6 +89,54 @@ def cell(layer: Any) -> str:
     """Says what a layer runs, and its cost if that differs from the cost of exact attention over all keys."""
     kind = kind_of(layer)
     return f"{kind}, speed {layer.speed:g}, memory {layer.memory:g}" if kind in ("linear", "local") else kind
+
+
+def without_weights(config: Any) -> Any:
+    """Builds the model of a config, with its head, on the meta device; raises ValueError if it has no class."""
+    import torch
+
+    kind = model_class(config)
+    with torch.device("meta"), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # warnings about computing initial weights on the meta device
+        return kind._from_config(config).eval()
+
+
+def add_options(parser: Any) -> None:
+    """Adds the options of attention with which a model is checked or saved."""
+    parser.add_argument(
+        "--attn_implementation", help="backend; default: that of the model if it is one of favor, else landmark"
+    )
+    parser.add_argument("--num_features", type=int, help="random features or means per head; default: of the model")
+    parser.add_argument("--selected_keys", type=int, help="keys that landmarks read exactly; default: of the model")
+    parser.add_argument("--window", type=int, help="tokens of an exact block of features; default: of the model")
+    parser.add_argument(
+        "--exact_below", help="exact attention below this number of keys, or auto; default: that of the model"
+    )
+
+
+def switch(model: Any, arguments: Any) -> str:
+    """Switches a model to the backend and options that a user chose; returns the backend's name."""
+    import favor
+
+    names = ("num_features", "selected_keys", "window", "exact_below")
+    given = {name: getattr(arguments, name) for name in names if getattr(arguments, name) is not None}
+    if str(given.get("exact_below", "")).isdigit():
+        given["exact_below"] = int(given["exact_below"])
+    running = model.config._attn_implementation
+    name = arguments.attn_implementation or (None if running in favor.BACKENDS else "landmark")
+    favor.configure(model, name, **given)
+    return name or running
+
+
+def never_asks(model: Any) -> bool:
+    """Tells whether no attention layer of a model asks transformers for a backend. Such a model cannot be switched."""
+    from favor.integrations.loading import check_dispatch, never_dispatches
+
+    try:
+        check_dispatch(model, "landmark")
+    except ValueError:
+        return True
+    return never_dispatches(type(model))
 
 
 cli = program(NAME, main)

@@ -21,11 +21,7 @@ def cli() -> NoReturn:
 
 
 def run(words: Sequence[str]) -> NoReturn:
-    """Starts the program that the first words name, with the remaining words as its arguments; ends this process.
-
-    Args:
-        words: the command line, without the name of the command.
-    """
+    """Starts the program that the first words name, with the remaining words as its arguments; ends this process."""
     debug, rest = DEBUG in words, [word for word in words if word != DEBUG]
     name = COMMAND
     found: Program | Folder = ROOT

@@ -14,8 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from favor_command import models
-from favor_command.check import kind_of
+from favor_command.check import add_options, kind_of, switch, without_weights
 from favor_command.program import Parser, check_new, program
 from favor_command.saved import CONFIG, load_model, load_processor, model_class, read_config
 
@@ -28,33 +27,25 @@ def parse_arguments(words: Sequence[str] | None) -> Any:
     parser = Parser(NAME, __doc__)
     parser.add_place("model_name_or_path", "model", "folder of a saved model, or a name that transformers can resolve")
     parser.add_place("output_dir", "out", "new folder for the copy")
-    models.add_options(parser)
+    add_options(parser)
     arguments = parser.parse_args(words)
     arguments.out = Path(arguments.out)
     return arguments
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Runs the program.
-
-    Args:
-        words: the command line. Default None: that of this process.
-
-    Returns:
-        The exit code, 0.
-
-    Raises:
-        ValueError: if there is no such model, it cannot be switched, or the folder already exists and is not empty.
-    """
+    """Runs the program; gives its exit code, 0."""
     arguments = parse_arguments(words)
     check_new(arguments.out)
     config = read_config(arguments.model)
     kind = model_class(config)
     # Refuse a model that cannot be switched before any weights are read.
-    switchable(models.without_weights(config), arguments)
+    empty = without_weights(config)
+    switch(empty, arguments)
+    switchable(empty)
     model = load_model(kind, arguments.model)
     before = model.config._attn_implementation
-    backend = models.switch(model, arguments)
+    backend = switch(model, arguments)
     linear, total = switchable(model)
     model.save_pretrained(arguments.out)
     saved = json.loads((arguments.out / CONFIG).read_text())
@@ -71,20 +62,10 @@ def main(words: Sequence[str] | None = None) -> int:
     return 0
 
 
-def switchable(model: Any, arguments: Any = None) -> tuple[int, int]:
-    """Counts the layers of a model that are linear in long texts, and all its layers.
-
-    Args:
-        model: on any device.
-        arguments: options to switch the model with first. Default None: it is already switched.
-
-    Raises:
-        ValueError: if no layer is linear.
-    """
+def switchable(model: Any) -> tuple[int, int]:
+    """Counts the layers of a switched model that are linear in long texts, and all; raises ValueError if none is."""
     import favor
 
-    if arguments is not None:
-        models.switch(model, arguments)
     layers = favor.describe(model, LONG).layers
     linear = sum(kind_of(layer) == "linear" for layer in layers)
     if not linear:

@@ -1,6 +1,6 @@
 """How all programs talk to their user: one parser, errors in one line, after Ctrl-C a line that says how to continue.
 
-Nothing heavy is imported here, so that --help is fast.
+Nothing heavy is imported here, so that --help is fast. Options that were renamed are errors that say the new name.
 """
 
 from __future__ import annotations
@@ -10,14 +10,12 @@ import difflib
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
 
 from safetensors import SafetensorError
-
-from favor_command.names import renamed
 
 DEBUG = "--debug"
 # Exit codes: that of argparse for an error that a user can mend, and that of a shell for Ctrl-C.
@@ -28,18 +26,51 @@ ERRORS = (ValueError, OSError, ImportError, FloatingPointError, SafetensorError)
 LAUNCHED = "ACCELERATE_MIXED_PRECISION"
 # Seconds that the other processes wait: by then the first one has said what is wrong and the launcher has ended them.
 PATIENCE = 2.0
+# Old names of options, each with its new ones; the one that the program has is meant.
+RENAMED: dict[str, tuple[str, ...]] = {
+    "allow_pickle_weights": ("trust_remote_code",),
+    "arms": ("backends",),
+    "backend": ("attn_implementation",),
+    "batch_seconds": ("per_device_eval_batch_seconds", "per_device_train_batch_seconds"),
+    "batch_size": ("per_device_train_batch_size", "per_device_eval_batch_size"),
+    "cache": ("runs_file",),
+    "contexts": ("lengths",),
+    "converted": ("adapted",),
+    "data_dir": ("glue_dir",),
+    "dataset_config": ("dataset_config_name",),
+    "epochs": ("num_train_epochs",),
+    "eval_file": ("validation_file",),
+    "features": ("families",),
+    "length": ("lengths", "max_length"),
+    "max_batch_seconds": ("per_device_train_batch_seconds",),
+    "max_quadratic_minutes": ("max_exact_minutes",),
+    "max_samples": ("max_eval_samples",),
+    "memory_limit": ("max_gigabytes",),
+    "model": ("model_types", "model_name_or_path"),
+    "models": ("model_types", "model_name_or_path"),
+    "num_workers": ("dataloader_num_workers",),
+    "out": ("output_dir",),
+    "output": ("output_file",),
+    "results": ("results_dir", "output_dir"),
+    "seconds": ("seconds_per_cell", "piece_seconds"),
+    "seeds": ("seed",),
+    "splits": ("eval_splits", "shuffles"),
+    "text_file": ("text",),
+    "text": ("texts",),
+    "texts": ("rescored_texts",),
+    "train_samples": ("max_train_samples",),
+    "tune": ("choose_on",),
+    "tune_beam_size": ("choose_beam_size",),
+    "tune_utterances": ("choose_samples",),
+    "variants": ("backends",),
+}
 
 
 def program(name: str, main: Callable[[], Any]) -> Callable[[], None]:
-    """Makes the function that a command line starts.
+    """Makes the function that a command line starts: `main`, which reads the arguments of this process itself.
 
-    The function exits with the number that `main` returns, or with 0 if `main` returns no number. An error that a user
-    can mend gives one line and exit code 2. Ctrl-C gives one line and exit code 130. With `--debug` both show their
-    traceback.
-
-    Args:
-        name: the program's name, for its messages.
-        main: the program; it reads the arguments of this process itself.
+    The function exits with the number that `main` returns, or with 0. An error that a user can mend gives one line and
+    exit code 2, and Ctrl-C one line and exit code 130. With `--debug` both show their traceback.
     """
 
     def cli() -> None:
@@ -55,12 +86,9 @@ def program(name: str, main: Callable[[], Any]) -> Callable[[], None]:
 
 @contextmanager
 def in_one_line_errors(name: str, debug: bool, stopped: str = "stopped") -> Iterator[None]:
-    """Ends this process with one line for an error that a user can mend, and for Ctrl-C.
+    """Ends this process with one line for an error that a user can mend, and for Ctrl-C; with `debug` it does not.
 
-    Args:
-        name: the program's name, for its messages.
-        debug: show tracebacks instead.
-        stopped: the message for a Ctrl-C that has no message of its own.
+    The line begins with the name of the program. A Ctrl-C that has no message of its own says `stopped`.
     """
     try:
         yield
@@ -115,6 +143,17 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     return f": did you mean {names[found[0]]}?" if found else ""
 
 
+def renamed(name: str, known: Collection[str]) -> str | None:
+    """Gives the new name of an option, without hyphens; None for one that is still known, or was never one."""
+    return None if name in known else next((new for new in RENAMED.get(name, ()) if new in known), None)
+
+
+def in_new_words(saved: Sequence[str], words: Sequence[str]) -> list[str]:
+    """Gives a saved command line with the names of the options in another one, if they were renamed since."""
+    known = [word[2:] for word in words if word.startswith("--")]
+    return [f"--{renamed(word[2:], known) or word[2:]}" if word.startswith("--") else word for word in saved]
+
+
 def _bare(word: str) -> str:
     return word.lower().lstrip("-").replace("-", "_")
 
@@ -146,11 +185,7 @@ class Parser(argparse.ArgumentParser):
     """A parser whose errors are one line, with the nearest known name after an unknown one.
 
     An option may be written with hyphens or underscores; help lists it with underscores. The old name of an option is
-    an error that says the new one.
-
-    Args:
-        program: the program's name in messages.
-        text: the program's docstring, shown unchanged.
+    an error that says the new one. The help shows the program's docstring unchanged.
     """
 
     def __init__(self, program: str, text: str | None) -> None:
@@ -161,12 +196,7 @@ class Parser(argparse.ArgumentParser):
     def add_place(self, name: str, dest: str, text: str, needed: bool = True, nargs: str | None = None) -> None:
         """Adds an option whose name may be left out: a word that belongs to no other option is its value.
 
-        Args:
-            name: the option, without hyphens.
-            dest: the attribute of its value; in capitals also the name of the value in the help.
-            text: its help.
-            needed: whether the program ends without it.
-            nargs: "+" takes several words.
+        `dest` is the attribute of its value; in capitals also the name of the value in the help.
         """
         text += f"; --{name} may be left out" + " (required)" * needed
         action = self.add_argument(f"--{name}", dest=dest, metavar=dest.upper(), nargs=nargs, help=text)
@@ -197,12 +227,7 @@ class Parser(argparse.ArgumentParser):
         return found
 
     def refuse(self, rest: Sequence[str], others: Iterable[str] = ()) -> None:
-        """Ends the program if some words are unknown.
-
-        Args:
-            rest: the unknown words.
-            others: options of another program that were possible too.
-        """
+        """Ends the program if some words are unknown; options of another program may have been possible too."""
         if not rest:
             return
         options = [word.split("=")[0] for word in rest if word.startswith("-")]

@@ -7,15 +7,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Program:
-    """A program that is started by name.
+    """A program that is started by name."""
 
-    Attributes:
-        module: the module with its `cli`.
-        line: one line of help.
-    """
-
-    module: str
-    line: str
+    module: str  # with its `cli`
+    line: str  # of help
 
 
 Groups = dict[str, dict[str, "Program | Folder"]]
@@ -23,17 +18,11 @@ Groups = dict[str, dict[str, "Program | Folder"]]
 
 @dataclass(frozen=True)
 class Folder:
-    """A name such as `train`, which the name of one of its programs follows.
+    """A name such as `train`, which the name of one of its programs follows."""
 
-    Attributes:
-        line: one line of help.
-        groups: the programs by name, in groups by title.
-        note: the text below the list.
-    """
-
-    line: str
-    groups: Groups
-    note: str = ""
+    line: str  # of help
+    groups: Groups  # programs by name, in groups by title
+    note: str = ""  # below the list
 
     def members(self) -> dict[str, Program | Folder]:
         """Gives the programs of all groups, by name."""

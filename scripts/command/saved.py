@@ -54,15 +54,7 @@ def check_model(path: str | None) -> None:
 
 
 def read_config(model: str, *, trust_remote_code: bool = False) -> Any:
-    """Reads the config of a saved model of transformers or of the zoo.
-
-    Args:
-        model: a folder, or a name of the hub that transformers can resolve.
-        trust_remote_code: allow code of the model to run.
-
-    Raises:
-        ValueError: if there is no such model, or its config is damaged.
-    """
+    """Reads the config of a saved model of transformers or of the zoo, in a folder or of the hub."""
     from transformers import AutoConfig
 
     import favor.models  # noqa: F401  registers the zoo
@@ -75,11 +67,7 @@ def read_config(model: str, *, trust_remote_code: bool = False) -> Any:
 
 
 def model_class(config: Any) -> Any:
-    """Finds the class of a saved model, with its head; the class without a head if its config names none.
-
-    Raises:
-        ValueError: if the config names something else than a model of its kind.
-    """
+    """Finds the class of a saved model, with its head; the class without a head if its config names none."""
     import transformers
     from transformers.models.auto import modeling_auto
 
@@ -106,16 +94,7 @@ def model_class(config: Any) -> Any:
 
 
 def load_model(kind: Any, model: str, **options: Any) -> Any:
-    """Loads a model as `kind.from_pretrained(model, **options)` does.
-
-    Args:
-        kind: a class of models, or an Auto class of transformers.
-        model: folder, or name of the hub.
-        **options: of `from_pretrained`.
-
-    Raises:
-        ValueError: if it cannot be loaded; the message names the file that is damaged.
-    """
+    """Loads a model as `kind.from_pretrained(model, **options)` does; a ValueError names the file that is damaged."""
     config: Any = options.get("config")
     known: Any = getattr(kind, "_model_mapping", None)
     if None not in (config, known) and type(config) not in known and not options.get("trust_remote_code"):
@@ -149,14 +128,9 @@ def damaged_file(folder: Path) -> Path | None:
 
 
 def load_processor(model: str, kind: Any = None, *, trust_remote_code: bool = False) -> Any:
-    """Loads the tokenizer of a saved model, or its processor; the tokenizer is checked.
+    """Loads the tokenizer of a saved model, or its processor of a given class; checks the tokenizer.
 
     If a folder has no file of a tokenizer, transformers makes one that knows no words.
-
-    Args:
-        model: folder, or name of the hub.
-        kind: class of a processor or tokenizer. Default None: `AutoTokenizer`.
-        trust_remote_code: allow code of the model to run.
 
     Raises:
         ValueError: if a file is missing or damaged, a size of a feature extractor is out of range, or the tokenizer
@@ -187,7 +161,7 @@ def load_processor(model: str, kind: Any = None, *, trust_remote_code: bool = Fa
 
 def check_preprocessor(model: str) -> None:
     """Raises a ValueError if a folder has a feature extractor, of any class, whose sizes would fill the memory."""
-    from favor.models.speech.audio.waveforms import MOST
+    from favor.models.speech.audio import MOST
 
     for path in (Path(model) / "preprocessor_config.json", Path(model) / "processor_config.json"):
         try:
@@ -204,12 +178,7 @@ def check_preprocessor(model: str) -> None:
 
 
 def check_tokenizer(tokenizer: Any, config: Any, model: str) -> None:
-    """Checks that a tokenizer knows words, and that the model has an embedding for each of its tokens.
-
-    Args:
-        tokenizer: of transformers.
-        config: of the model; None if there is no model.
-        model: folder or name, for the message of an error.
+    """Checks that a tokenizer knows words, and that the model, if any, has an embedding for each of its tokens.
 
     Raises:
         ValueError: if it knows no words, has tokens above the vocabulary of the model, or fewer than half as many.
@@ -230,26 +199,16 @@ def check_tokenizer(tokenizer: Any, config: Any, model: str) -> None:
     named = {getattr(tokenizer, name) for name in NAMED}
     rare = {str(token) for token in added.values() if token.special} - named
     last, word = max((number, token) for token, number in tokens.items() if token not in rare)
-    if last >= size:
+    if last >= size or 2 * len(tokens) < size:
+        has = f"the token {word!r} has number {last}" if last >= size else f"it has {len(tokens)} tokens"
         raise ValueError(
-            f"the tokenizer of {model} does not fit its model: the token {word!r} has number {last}, and vocab_size is "
-            f"{size}; take the tokenizer of this model, or call resize_token_embeddings"
-        )
-    if 2 * len(tokens) < size:
-        raise ValueError(
-            f"the tokenizer of {model} does not fit its model: it has {len(tokens)} tokens, and vocab_size is {size}; "
-            "take the tokenizer of this model, or call resize_token_embeddings"
+            f"the tokenizer of {model} does not fit its model: {has}, and vocab_size is {size}; take the tokenizer of "
+            "this model, or call resize_token_embeddings"
         )
 
 
 def check_known(rows: Iterable[Sequence[int]], tokenizer: Any, source: str) -> None:
-    """Raises ValueError if more than a third of the tokens of some texts are unknown; special tokens do not count.
-
-    Args:
-        rows: tokens of each text.
-        tokenizer: that made them.
-        source: of the texts, for the message.
-    """
+    """Raises ValueError if more than a third of the tokens of some texts are unknown; special tokens do not count."""
     unknown, special = tokenizer.unk_token_id, set(tokenizer.all_special_ids)
     if unknown is None or unknown == tokenizer.eos_token_id:
         return  # a tokenizer of bytes, which knows all texts

@@ -20,7 +20,6 @@ from safetensors import SafetensorError
 
 from favor.train.common import lock
 from favor.train.common import state as files
-from favor_command.names import with_new_names
 
 KEEP = 2
 RESULTS = "all_results.json"
@@ -329,7 +328,6 @@ def open_run(folder: Path, settings: dict[str, Any], resume: bool, overwrite: bo
         )
     before = saved_settings(folder) if there and resume else None
     if before is not None:
-        before = with_new_names(before, settings)
         changed = [
             f"{name} was {before.get(name)!r} and is {settings.get(name)!r}"
             for name in sorted({*before, *settings})

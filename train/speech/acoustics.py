@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from favor._parts import needs
-from favor.models.speech.audio.files import read_piece
+from favor.models.speech.audio import read_piece
 from favor.train.speech.data import AUDIO
 
 Range = tuple[float, float]

@@ -118,7 +118,7 @@ class SpeechDataArguments:
     def __post_init__(self) -> None:
         """Checks the values; raises ValueError."""
         from favor.models.conformer.feature_extraction_conformer import NORMALIZE
-        from favor.models.speech.transcript.tokenizer import MODEL_TYPES
+        from favor.models.speech.tokenizer import MODEL_TYPES
 
         check_positive(self, "train_repeats", "max_train_samples", "max_eval_samples", "num_mel_bins", "vocab_size")
         check_choice(self, "tokenizer_type", MODEL_TYPES)

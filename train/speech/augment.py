@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from favor.models.speech.audio.files import stretch
+from favor.models.speech.audio import stretch
 
 
 @dataclass(frozen=True)

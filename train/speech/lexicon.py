@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 
 from favor.models.speech import Pronunciations
-from favor.models.speech.transcript.pronunciations import lacking, lexicon_of
+from favor.models.speech.pronunciations import lacking, lexicon_of
 from favor.train.speech.arguments import Arguments
 from favor.train.speech.data import Skipped, Utterance
 from favor.train.speech.model import architecture_of

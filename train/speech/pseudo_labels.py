@@ -20,7 +20,7 @@ from tqdm.auto import tqdm
 
 from favor.integrations.modules import evaluating
 from favor.models.speech import ConformerProcessor, Pronunciations, normalize_transcript
-from favor.models.speech.search.choice import Scorer
+from favor.models.speech.word_beam import Scorer
 from favor.train.speech.batches import Key
 from favor.train.speech.data import Skipped, Utterance, check_lengths, long_enough
 from favor.train.speech.loaders import evaluation_loader

@@ -15,10 +15,11 @@ from favor.models.speech import (
     WordLexicon,
     ctc_greedy,
     ctc_prefix_beam,
+    ctc_word_beam,
     transducer_beam,
     transducer_greedy,
 )
-from favor.models.speech.search.choice import Scorer, search_words, usual_beam
+from favor.models.speech.word_beam import Scorer
 from favor.train.speech.whisper import say
 
 
@@ -41,7 +42,7 @@ def search(
     """
     features, mask = batch["input_features"], batch.get("attention_mask")
     if scorer is not None:
-        return search_words(*_logits(model, features, mask, chunks), scorer, beam_size, model.config.pad_token_id)
+        return ctc_word_beam(*_logits(model, features, mask, chunks), scorer, beam_size, model.config.pad_token_id)
     if isinstance(model, ConformerForTransducer):
         return transducer_beam(model, *model.encode(features, mask, chunks), beam_size=beam_size)
     return ctc_prefix_beam(
@@ -86,7 +87,7 @@ def transcribe(
         return say(model, batch["input_features"], tokenizer)
     features, mask = batch["input_features"], batch.get("attention_mask")
     if beam_size is None:
-        beam_size = 1 if scorer is None else usual_beam(scorer)
+        beam_size = 1 if scorer is None else scorer.beam_size
     if scorer is not None or beam_size > 1:
         texts = [text for _, text in best_of(search(model, batch, beam_size, chunks, scorer), tokenizer)]
     else:

@@ -32,15 +32,12 @@ CHOSEN = {
 }
 
 
-# Steps, batch and labels of the lattice of a Transducer; sizes of 1 are constants to the compiler.
-LATTICES = ((1, 1, 1), (300, 8, 100), (1500, 1, 1024))
 # The kernels of each kind; the tensor cores of Hopper run at full speed only with the instruction wgmma.
 PLAIN = {"_part:wgmma", "_read:wgmma", "_query_gradients:wgmma", "_key_gradients:wgmma"}
 NAMES = {
     "plain": PLAIN | {"_join", "_step", "_form", "_sums", "_newton_schulz", "_chunk_output", "steep_output"},
     "windowed": {"_block_states:wgmma", "_read:wgmma", "_query_gradients:wgmma", "_key_gradients:wgmma", "_outside"},
     "chosen": {"_read:wgmma", "_gradients:wgmma", "_search:wgmma"},
-    "transducer": {"_ways_to", "_add_ways_from"},
 }
 
 
@@ -55,21 +52,6 @@ def test_kernels_compile():
             expected = {name.split(":")[0] for name in expected}
         names = [name.split(":") for name in found[f"{kind} {capability}"]]
         assert expected <= {":".join(name[:parts]) for name in names for parts in (1, 2)}
-
-
-def compile_transducer(capability):
-    """Compiles the kernels of the Transducer loss."""
-    import torch
-    from ahead import compiling
-
-    from favor.models.speech.transducer import lattice_gpu as triton_transducer
-
-    for shape in LATTICES:
-        blank, label = torch.zeros(shape, dtype=torch.float64), torch.zeros(shape, dtype=torch.float64)
-        with compiling(capability) as kernels:
-            triton_transducer.ways_to(blank, label)
-            triton_transducer.add_ways_from(blank, label)
-        yield from kernels.items()
 
 
 def compile_chosen(capability):
@@ -176,7 +158,6 @@ if __name__ == "__main__":
     from ahead import RECORD
 
     kinds = {"plain": compile_all, "windowed": compile_windowed, "chosen": compile_chosen}
-    kinds["transducer"] = compile_transducer
     found = {
         f"{kind} {capability}": dict(compile_kind(capability))
         for (kind, compile_kind), capability in product(kinds.items(), CASES)

@@ -111,13 +111,3 @@ def test_config_and_words_alone_make_the_round_trip(tmp_path):
     assert AutoModel.from_config(config).config._attn_implementation == "favor_plus"
     (tmp_path / "vocab.txt").write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "yes"]))
     assert AutoTokenizer.from_pretrained(tmp_path)("yes").input_ids == [2, 5, 3]
-
-
-@pytest.mark.parametrize(
-    ("options", "message"), [({"num_featurs": 3}, "num_featurs"), ({"num_features": 0}, "num_features")]
-)
-def test_bad_options_are_refused(options, message, bert_folder):
-    with pytest.raises(ValueError, match=message):
-        tiny_config(favor=options)
-    with pytest.raises(ValueError, match=message):
-        zoo.PerformerBertModel.from_pretrained(bert_folder, favor=options)

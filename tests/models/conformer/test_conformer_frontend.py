@@ -68,18 +68,6 @@ def test_blocks_do_not_change_frames(extractor, monkeypatch):
     assert max(widths) == 6 * 160 + 400
 
 
-@pytest.mark.parametrize("piece", [100, 160, 1000, 4321])
-def test_a_stream_gives_the_frames_of_the_whole(extractor, piece):
-    waveform = torch.from_numpy(sound(16777))
-    left, frames = waveform[:0], []
-    for chunk in waveform.split(piece):
-        ready = torch.cat([left, chunk])
-        frames.append(extractor.log_mel(ready))
-        left = ready[len(frames[-1]) * 160 :]
-        assert len(left) < 400
-    torch.testing.assert_close(torch.cat(frames), extractor.log_mel(waveform), rtol=0, atol=1e-6)
-
-
 def test_an_utterance_is_normalised_over_its_own_frames(extractor):
     lengths = (30000, 7000, 401)
     waveforms = [sound(samples, seed) for seed, samples in enumerate(lengths)]
@@ -96,10 +84,6 @@ def test_an_utterance_is_normalised_over_its_own_frames(extractor):
         expected = plain_log_mel(waveform)
         expected = (expected - expected.mean(0)) / np.sqrt(expected.var(0) + 1e-5)
         np.testing.assert_allclose(row[:count].numpy(), expected, atol=2e-4)
-
-
-def test_silence_is_zero(extractor):
-    assert not extractor(np.zeros(8000), sampling_rate=RATE).input_features.any()
 
 
 def test_constants_instead_of_the_utterance():
@@ -154,12 +138,10 @@ def test_dither_is_seeded_and_belongs_to_the_call(extractor, tmp_path):
         (sound(4000), {"sampling_rate": 8000}, ValueError, "sampling_rate must be 16000, got 8000"),
         (sound(399), {}, ValueError, "waveform 0 has 399 samples, too few for one window of 400"),
         ([sound(4000), sound(10)], {}, ValueError, "waveform 1 has 10 samples"),
-        (np.array([], np.float32), {}, ValueError, "waveform 0 has 0 samples"),
         ([], {}, ValueError, "waveform 0 has 0 samples"),
         (np.full(4000, np.nan), {}, ValueError, "waveform 0 holds NaN"),
         ((sound(4000) * 32768).astype(np.int16), {}, TypeError, "divide 16-bit samples by 32768"),
         (np.zeros((1, 2, 4000)), {}, ValueError, r"waveform 0 has shape \[2, 4000\]"),
-        ([np.zeros((2, 4000))], {}, ValueError, r"waveform 0 has shape \[2, 4000\]"),
         (np.zeros((0, 4000)), {}, ValueError, "at least one waveform"),
         (sound(4000), {"return_attention_mask": False}, ValueError, "needs the mask"),
     ],
@@ -191,12 +173,8 @@ def test_refuses_settings(settings, message):
     ("settings", "message"),
     [
         ({"feature_size": 10**7}, "feature_size must be 1 to 512, got 10000000"),
-        ({"feature_size": 0}, "feature_size must be 1 to 512, got 0"),
-        ({"n_fft": 2**31}, "n_fft must be 1 to 32768"),
         ({"n_fft": 32768}, "hop_length must be at least .*, got 160, 16000 and 32768"),
         ({"hop_length": 1}, "hop_length must be at least .*, got 1, 16000 and"),
-        ({"hop_length": 10**12}, "hop_length must be 1 to 32768"),
-        ({"sampling_rate": 10**9}, "sampling_rate must be 1 to 768000"),
         ({"n_fft": 512.5}, "n_fft must be a whole number, got 512.5"),
     ],
 )

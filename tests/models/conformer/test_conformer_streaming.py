@@ -1,68 +1,108 @@
-"""Audio that comes in pieces gives the outputs of the whole recording."""
+"""Audio that comes in pieces gives the outputs of the whole recording, by a causal model or in chunks."""
 
 import numpy as np
 import pytest
 import tiny_speech
 import torch
 from small_sections import set_small_sections
-from tiny_speech import FIXED, features, in_pieces
+from tiny_speech import FIXED, features, in_pieces, make_processor
 
 import favor
-from favor.models.conformer import ConformerFeatureExtractor, ConformerForCTC, ConformerForTransducer, ConformerModel
-from favor.models.speech import ctc_greedy, transducer_greedy
+from favor.models.conformer import (
+    Chunks,
+    ConformerFeatureExtractor,
+    ConformerForCTC,
+    ConformerForTransducer,
+    ConformerModel,
+    feed_streams,
+)
+from favor.models.speech import EndpointRules, ctc_greedy, transducer_greedy
+
+NEVER = EndpointRules(None, None, None)
 
 
-def build(kind, backend, **options):
-    return tiny_speech.build(kind, backend, options, causal=True, conv_kernel_size=6)
+def build(kind, backend, options=None, causal=True, **changes):
+    model = tiny_speech.build(kind, backend, options, causal=causal, conv_kernel_size=6 if causal else 7, **changes)
+    for name, buffer in model.named_buffers():
+        if "running" in name:
+            buffer.uniform_(0.5, 1.5)
+    return model
+
+
+def audio(length, seed=0):
+    noise = np.random.default_rng(seed).normal(size=length).astype(np.float32)
+    return noise * np.abs(np.sin(np.arange(length) / 3000))
+
+
+@torch.no_grad()
+def whole(model, inputs, mask=None, chunks=None):
+    return model(inputs, mask, chunks=chunks).last_hidden_state
+
+
+def close(found, expected):
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
+def check_stream(model, chunks=None):
+    inputs = features(200)
+    close(in_pieces(model.stream(batch_size=2, chunks=chunks), inputs), whole(model, inputs, chunks=chunks))
+
+
+CHUNKS = (Chunks(1), Chunks(4), Chunks(7), Chunks(100))
+CASES = [("sdpa", {}), ("eager", {}), ("favor+", {}), ("favor+", {"window": 8}), ("favor+", {"kernel": "torch"})]
+CASES = [(*case, None) for case in (*CASES, ("landmark", {"selected_keys": 6}))]
+CASES += [(backend, {}, chunks) for backend in ("sdpa", "eager", "favor+") for chunks in CHUNKS]
+CASES += [(backend, {}, chunks) for backend in ("sdpa", "eager") for chunks in (Chunks(5, left=0), Chunks(7, left=2))]
+
+
+@pytest.mark.parametrize(("backend", "options", "chunks"), CASES)
+def test_pieces_equal_the_whole(backend, options, chunks, monkeypatch):
+    set_small_sections(monkeypatch)
+    check_stream(build(ConformerModel, backend, options, causal=chunks is None), chunks)
 
 
 @pytest.mark.parametrize(
-    ("backend", "options"),
+    ("backend", "options", "chunks"),
     [
-        ("sdpa", {}),
-        ("eager", {}),
-        ("favor+", {}),
-        ("favor+", {"window": 8}),
-        ("favor+", {"kernel": "torch"}),
-        ("landmark", {"selected_keys": 6}),
+        ("favor#", {}, None),
+        ("favor++", {}, None),
+        ("favor+", {"feature_weights": True}, None),
+        ("favor#", {}, Chunks(6)),
     ],
 )
-def test_pieces_equal_the_whole(backend, options, monkeypatch):
-    set_small_sections(monkeypatch)
-    model, inputs = build(ConformerModel, backend, **options), features(200)
-    with torch.no_grad():
-        whole = model(inputs).last_hidden_state
-    found = in_pieces(model.stream(batch_size=2), inputs)
-    torch.testing.assert_close(found, whole, rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.parametrize(
-    ("backend", "options"), [("favor#", {}), ("favor++", {}), ("favor+", {"feature_weights": True})]
-)
-def test_calibrated_parameters_stream_too(backend, options):
-    model, inputs = build(ConformerModel, backend), features(200)
-    with torch.no_grad():
-        plain = build(ConformerModel, "favor+")(inputs).last_hidden_state
+def test_calibrated_parameters_stream_too(backend, options, chunks):
+    model, inputs = build(ConformerModel, backend, causal=chunks is None), features(200)
+    if chunks is not None:
+        with pytest.raises(ValueError, match="calibrate"):
+            model(inputs, chunks=chunks)
+    plain = whole(build(ConformerModel, "favor+", causal=chunks is None), inputs, chunks=chunks)
     favor.calibrate(model, [{"input_features": features(120)}], attn_implementation=backend, **options)
-    with torch.no_grad():
-        whole = model(inputs).last_hidden_state
-    assert not torch.allclose(whole, plain, atol=1e-3)
-    torch.testing.assert_close(in_pieces(model.stream(batch_size=2), inputs), whole, rtol=1e-4, atol=1e-5)
+    assert not torch.allclose(whole(model, inputs, chunks=chunks), plain, atol=1e-3)
+    check_stream(model, chunks)
+
+
+@pytest.mark.parametrize("backend", ["sdpa", "favor+"])
+def test_grouped_heads_and_single_switched_layers_stream(backend):
+    config = build(ConformerModel, backend).config
+    config.num_key_value_heads = 1
+    check_stream(ConformerModel(config).eval())
+    model = build(ConformerModel, "sdpa")
+    favor.configure(model, "favor+", only="layers.0", num_features=16, exact_below=0)
+    check_stream(model)
 
 
 def test_audio_in_pieces_gives_logits_and_tokens_of_the_whole():
     model, extractor = build(ConformerForCTC, "favor+"), ConformerFeatureExtractor(feature_size=10, **FIXED)
-    audio = np.random.default_rng(0).normal(size=40000).astype(np.float32)
-    audio *= np.abs(np.sin(np.arange(40000) / 3000))
+    sound = audio(40000)
     with torch.no_grad():
         # So that no token is the best one everywhere.
-        model.ctc_head.bias -= model(**extractor(audio, sampling_rate=16000)).logits.mean((0, 1))
-        whole = model(**extractor(audio, sampling_rate=16000)).logits
+        model.ctc_head.bias -= model(**extractor(sound, sampling_rate=16000)).logits.mean((0, 1))
+        expected = model(**extractor(sound, sampling_rate=16000)).logits
     stream = model.stream(extractor)
     assert stream.latency == pytest.approx(0.145)
-    found = torch.cat([stream.feed(piece) for piece in np.split(audio, [10, 500, 9000, 9001, 31000])], dim=1)
-    torch.testing.assert_close(found, whole, rtol=1e-4, atol=1e-4)
-    assert stream.tokens == ctc_greedy(whole, [whole.shape[1]])
+    found = torch.cat([stream.feed(piece) for piece in np.split(sound, [10, 500, 9000, 9001, 31000])], dim=1)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+    assert stream.tokens == ctc_greedy(expected, [expected.shape[1]])
     assert len(stream.tokens[0]) > 3
 
 
@@ -77,7 +117,7 @@ def test_a_transducer_finds_the_tokens_of_the_whole():
         model.joint.head.bias[0] += logits.std() / 4
         expected = transducer_greedy(model, hidden, lengths)
     stream = model.stream(batch_size=2)
-    torch.testing.assert_close(in_pieces(stream, inputs), hidden, rtol=1e-4, atol=1e-5)
+    close(in_pieces(stream, inputs), hidden)
     assert stream.tokens == expected
     assert 3 < len(expected[0]) < 400
 
@@ -86,43 +126,122 @@ def test_a_transducer_finds_the_tokens_of_the_whole():
 def test_half_precision_streams(kind):
     """As in the whole recording, to the accuracy of the type."""
     model, extractor = build(kind, "favor+").to(torch.bfloat16), ConformerFeatureExtractor(feature_size=10, **FIXED)
-    audio = np.random.default_rng(0).normal(size=16000).astype(np.float32)
-    stream, features = model.stream(extractor), extractor(audio, sampling_rate=16000)["input_features"]
-    found = torch.cat([stream.feed(piece) for piece in np.split(audio, [100, 9000])], dim=1)
+    sound = np.random.default_rng(0).normal(size=16000).astype(np.float32)
+    stream, given = model.stream(extractor), extractor(sound, sampling_rate=16000)["input_features"]
+    found = torch.cat([stream.feed(piece) for piece in np.split(sound, [100, 9000])], dim=1)
     with torch.no_grad():
-        out = model(features.to(torch.bfloat16))
-    whole = out.logits if kind is ConformerForCTC else out.last_hidden_state
+        out = model(given.to(torch.bfloat16))
+    expected = out.logits if kind is ConformerForCTC else out.last_hidden_state
     assert found.dtype == torch.bfloat16
-    torch.testing.assert_close(found, whole, rtol=0.05, atol=0.1)
+    torch.testing.assert_close(found, expected, rtol=0.05, atol=0.1)
 
 
+def sizes_of(stream):
+    sizes = []
+    for piece in features(400).split(40, dim=1):
+        stream.feed_features(piece)
+        sizes.append(stream.state_bytes)
+    return sizes
+
+
+def test_the_state_grows_with_exact_attention_of_all_chunks_alone():
+    linear, exact = (sizes_of(build(ConformerModel, name).stream(batch_size=2)) for name in ("favor+", "sdpa"))
+    assert len(set(linear[1:])) == 1
+    assert exact[-1] > exact[4] > exact[1]
+    limited = sizes_of(build(ConformerModel, "sdpa", causal=False).stream(batch_size=2, chunks=Chunks(4, left=2)))
+    assert max(limited) < 2 * limited[2]
+
+
+@pytest.mark.parametrize("backend", ["sdpa", "eager", "favor+"])
+def test_a_chunk_as_long_as_the_recording_is_no_chunk(backend):
+    model, inputs = build(ConformerModel, backend, causal=False), features(100)
+    close(whole(model, inputs, chunks=Chunks(50)), whole(model, inputs))
+
+
+@pytest.mark.parametrize(("backend", "left"), [("sdpa", None), ("sdpa", 1), ("eager", 0), ("favor+", None)])
+def test_outputs_in_chunks_do_not_depend_on_padding(backend, left):
+    model, inputs, chunks = build(ConformerModel, backend, causal=False), features(200), Chunks(6, left)
+    mask = torch.arange(200)[None] < torch.tensor([200, 90])[:, None]
+    found = whole(model, torch.where(mask[..., None], inputs, 1000.0), mask, chunks)
+    alone = whole(model, inputs[1:, :90], chunks=chunks)
+    close(found[:1], whole(model, inputs, chunks=chunks)[:1])
+    close(found[1:, : alone.shape[1]], alone)
+    assert found.isfinite().all()
+
+
+def test_attention_in_chunks_is_softmax_over_the_visible_keys():
+    """The layer with linear attention, exact because its sequence is short, equals the mask of all pairs."""
+    exact = build(ConformerModel, "sdpa", causal=False)
+    linear = build(ConformerModel, "favor+", {"exact_below": 10**6}, causal=False)
+    linear.load_state_dict(exact.state_dict())
+    close(*(whole(model, features(120), chunks=Chunks(5)) for model in (linear, exact)))
+
+
+def test_a_frame_hears_its_whole_chunk_in_the_convolution():
+    """One layer: without its attention, a frame depends on what is near, up to the end of its chunk and not beyond."""
+    layer, chunks = build(ConformerModel, "sdpa", causal=False).layers[0].conv, Chunks(4)
+    hidden = torch.randn(1, 12, 16, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    for frame, expected in ((4, range(1, 8)), (5, range(2, 8)), (7, range(4, 8)), (8, range(5, 12))):
+        (slope,) = torch.autograd.grad(layer(hidden, chunks=chunks)[0, frame].sum(), hidden)
+        assert slope[0].abs().sum(-1).nonzero().flatten().tolist() == list(expected)
+
+
+@pytest.mark.parametrize("kind", [ConformerForCTC, ConformerForTransducer])
 @pytest.mark.parametrize("backend", ["sdpa", "favor+"])
-def test_grouped_heads_stream(backend):
-    config = build(ConformerModel, backend).config
-    config.num_key_value_heads = 1
-    model, inputs = ConformerModel(config).eval(), features(100)
-    with torch.no_grad():
-        whole = model(inputs).last_hidden_state
-    torch.testing.assert_close(in_pieces(model.stream(batch_size=2), inputs, [40, 60]), whole, rtol=1e-4, atol=1e-5)
+def test_text_streams_together_or_alone_give_the_text_of_one_pass(kind, backend):
+    model, chunks = build(kind, backend, causal=False), Chunks(8)
+    processor = make_processor("ABCDEFG HI", **FIXED)
+    sounds = [audio(40000), audio(31234, seed=1)]
+    streams = [model.transcribe_stream(processor, NEVER, chunks=chunks) for _ in sounds]
+    for first in range(0, 40000, 7000):
+        feed_streams(streams, [sound[first : first + 7000] for sound in sounds])
+    for sound, stream in zip(sounds, streams, strict=True):
+        hidden = whole(model.encoder, processor(sound, sampling_rate=16000)["input_features"], chunks=chunks)
+        alone = model.transcribe_stream(processor, NEVER, chunks=chunks)
+        alone.feed(sound)
+        assert alone.partial == stream.partial
+        assert stream.seconds == pytest.approx(0.04 * (hidden.shape[1] // 8 * 8))
+        last = stream.finish()
+        assert last == [] or last[0].text.startswith(alone.partial)
+        logits = model.stream(processor.feature_extractor, chunks=chunks)
+        assert logits.latency == pytest.approx(0.145 + 7 * 0.04)
+        logits.feed(sound)
+        logits.finish()
+        assert logits.frames == hidden.shape[1]
+        told = processor.tokenizer.decode(logits.tokens[0], group_tokens=False)
+        assert told == "".join(utterance.text for utterance in last)
 
 
-def test_a_model_of_which_one_layer_was_switched_streams():
-    model, inputs = build(ConformerModel, "sdpa"), features(200)
-    favor.configure(model, "favor+", only="layers.0", num_features=16, exact_below=0)
-    with torch.no_grad():
-        whole = model(inputs).last_hidden_state
-    torch.testing.assert_close(in_pieces(model.stream(batch_size=2), inputs), whole, rtol=1e-4, atol=1e-5)
+def test_a_stream_that_forgets_at_end_points_begins_new_chunks():
+    model, rules = build(ConformerForCTC, "sdpa", causal=False), EndpointRules(None, None, 1.0)
+    processor = make_processor("ABCDEFG HI", **FIXED)
+    texts = []
+    for size in (16000, 5000):
+        stream = model.transcribe_stream(processor, rules, reset_encoder=True, chunks=Chunks(8))
+        found = [one for piece in np.split(audio(64000), range(size, 64000, size)) for one in stream.feed(piece)]
+        texts.append([one.text for one in found + stream.finish()])
+    assert texts[0] == texts[1]
+    assert len(texts[0]) >= 3
 
 
-def test_the_state_does_not_grow_with_linear_attention():
-    sizes = {}
-    for backend in ("favor+", "sdpa"):
-        stream, sizes[backend] = build(ConformerModel, backend).stream(batch_size=2), []
-        for piece in features(400).split(40, dim=1):
-            stream.feed_features(piece)
-            sizes[backend].append(stream.state_bytes)
-    assert len(set(sizes["favor+"][1:])) == 1
-    assert sizes["sdpa"][-1] > sizes["sdpa"][4] > sizes["sdpa"][1]
+@pytest.mark.parametrize(
+    ("backend", "options", "causal", "chunks", "message"),
+    [
+        ("favor+", {}, False, Chunks(4, left=2), "leave it out, or use sdpa"),
+        ("favor+", {"window": 8}, False, Chunks(4), "without a window"),
+        ("landmark", {}, False, Chunks(4), "use favor\\+ with window=0"),
+        ("favor_relu", {}, False, Chunks(4), "use favor\\+"),
+        ("sdpa", {}, True, Chunks(4), "streams without them"),
+        ("sdpa", {}, False, None, "needs a causal model"),
+    ],
+)
+def test_models_that_cannot_stream_say_so(backend, options, causal, chunks, message):
+    model = build(ConformerModel, backend, options, causal)
+    with pytest.raises(ValueError, match=message):
+        model.stream(chunks=chunks)
+    if chunks is not None:
+        with pytest.raises(ValueError, match=message):
+            model(features(60), chunks=chunks)
 
 
 def test_what_cannot_stream_is_refused():
@@ -139,7 +258,16 @@ def test_what_cannot_stream_is_refused():
         stream.feed(np.zeros((1000, 2), dtype=np.float32))
     with pytest.raises(ValueError, match="needs a feature_extractor"):
         model.stream().feed(np.zeros(1000))
-    with pytest.raises(ValueError, match="set exact_below=0"):
-        favor.configure(model, exact_below=32).stream().feed_features(features(40, batch=1))
-    with pytest.raises(ValueError, match="causal=True"):
-        tiny_speech.build(ConformerModel).stream()
+    short = build(ConformerModel, "favor+", {"exact_below": 100}, causal=False).stream(chunks=Chunks(4))
+    for exact in (favor.configure(model, exact_below=32).stream(), short):
+        with pytest.raises(ValueError, match="exact_below=0"):
+            exact.feed_features(features(60, batch=1))
+    for size, left in ((0, None), (4, -1)):
+        with pytest.raises(ValueError, match="at least"):
+            Chunks(size, left)
+    with pytest.raises(ValueError, match=r"whole number of frames of 0\.04 s, got 0\.5 s"):
+        Chunks.lasting(0.5, 0.04)
+    recogniser, processor = build(ConformerForCTC, "sdpa", causal=False), make_processor("AB", **FIXED)
+    streams = [recogniser.transcribe_stream(processor, chunks=Chunks(size)) for size in (4, 8)]
+    with pytest.raises(ValueError, match="same chunks"):
+        feed_streams(streams, [audio(100)] * 2)

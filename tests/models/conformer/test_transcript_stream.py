@@ -15,7 +15,7 @@ from favor.models.conformer import (
     ConformerForCTC,
     ConformerForTransducer,
     feed_streams,
-    transcript_stream,
+    streaming,
 )
 from favor.models.speech import ConformerProcessor, EndpointRules
 
@@ -106,7 +106,7 @@ def test_end_points_do_not_depend_on_the_pieces(kind, reset_encoder, processor, 
     assert len(found) > 1
     for size in (777, 20000):
         assert plain(fed(model.transcribe_stream(processor, OFTEN, reset_encoder), audio, size)) == found
-    monkeypatch.setattr(transcript_stream, "BLOCK_FRAMES", 7)
+    monkeypatch.setattr(streaming, "BLOCK_FRAMES", 7)
     assert plain(fed(model.transcribe_stream(processor, OFTEN, reset_encoder), audio, 96000)) == found
 
 
@@ -136,7 +136,7 @@ def scripted(monkeypatch, processor, script, rules, kind=ConformerForCTC):
             for state, count in zip(states, counts, strict=True)
         ]
 
-    monkeypatch.setattr(transcript_stream, "encode", frames)
+    monkeypatch.setattr(streaming, "encode", frames)
     if kind is ConformerForCTC:
         model.ctc_head = torch.nn.Identity()
     else:  # it says a token once, and no token again after itself
@@ -273,7 +273,7 @@ def test_what_cannot_be_is_refused(processor):
     with pytest.raises(ValueError, match="rule3_min_utterance_length must be"):
         EndpointRules(rule3_min_utterance_length=float("nan"))
     with pytest.raises(ValueError, match="must recognise speech"):
-        transcript_stream.TranscriptStream(model.encoder, processor)
+        streaming.TranscriptStream(model.encoder, processor)
     with pytest.raises(ValueError, match="processor must be given"):
         model.transcribe_stream()
     utterance = ConformerProcessor(ConformerFeatureExtractor(feature_size=10), processor.tokenizer)

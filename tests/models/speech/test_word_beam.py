@@ -18,14 +18,12 @@ from favor.models.speech import (
     WordScorer,
     ctc_align,
     ctc_lexicon_beam,
-    ctc_prefix_beam,
     ctc_word_beam,
     join_words,
     train_tokenizer,
     write_arpa,
 )
-from favor.models.speech.search import lexicon_beam, word_beam
-from favor.models.speech.search.choice import search_emissions
+from favor.models.speech.word_beam import search_emissions
 
 pytest.importorskip("flashlight.lib.text.decoder", reason="needs flashlight-text, of the extra lm")
 
@@ -134,14 +132,6 @@ def test_impossible_tokens_are_in_no_hypothesis(tokenizer):
     assert all(math.isfinite(one.log_prob) for one in found)
 
 
-def test_without_words_it_is_the_prefix_beam_search(tokenizer):
-    torch.manual_seed(1)
-    logits = torch.randn(2, 4, len(tokenizer))
-    rows = ctc_word_beam(logits, torch.tensor([4, 3]), WordScorer(tokenizer), 3000)
-    for row, expected in zip(rows, ctc_prefix_beam(logits, [4, 3], 3000), strict=True):
-        assert found_of(row) == pytest.approx(found_of(expected), abs=1e-4)
-
-
 def test_a_language_model_and_hotwords_change_the_text(arpa, tokenizer):
     logits = logits_of(tokenizer, {"BA": 1.1, "AB": 1.0})
 
@@ -209,7 +199,7 @@ def test_long_rows_are_searched_in_pieces(arpa, tokenizer, monkeypatch):
     scorer = WordScorer(tokenizer, arpa, hotwords=["AB B", "BA"], hotword_weight=2.0)
     whole, times = (search(logits[None], [len(logits)], scorer)[0] for search in (ctc_word_beam, search_emissions))
     assert times == ctc_align(logits[None], [len(logits)], [tokens])[0]
-    monkeypatch.setattr(word_beam, "PIECE", 10)
+    monkeypatch.setattr(WordScorer, "piece", 10)
     pieces = ctc_word_beam(logits[None], [len(logits)], scorer, piece=10)[0]
     assert whole[0].tokens == pieces[0].tokens == tokens
     assert pieces[0].log_prob == pytest.approx(whole[0].log_prob, abs=1e-3)
@@ -239,9 +229,7 @@ def test_refusals_of_files(tmp_path, content, message):
     ("options", "message"),
     [
         ({"lm_weight": 0.5}, "lm_weight needs language_model, which is not given"),
-        ({"word_score": 0.5, "hotwords": ["A"]}, "word_score needs language_model, which is not given"),
         ({"hotword_weight": 3}, "hotword_weight needs hotwords, which is not given"),
-        ({"language_model": "lm.arpa", "hotword_weight": 3}, "hotword_weight needs hotwords, which is not given"),
         ({"language_model": "lm.arpa", "lm_weight": -1.0}, "lm_weight must be a number of at least 0, got -1.0"),
         ({"language_model": "lm.arpa", "word_score": math.nan}, "word_score must be a number, got nan"),
         ({"hotwords": ["A"], "hotword_weight": math.inf}, "hotword_weight must be a number of at least 0, got inf"),
@@ -277,15 +265,18 @@ def models(tokenizer):
     return says_each_frame(len(tokenizer)), transducer, make_processor("A B", "AB BA")
 
 
-def test_transcribe_searches_with_times(models, arpa):
+@pytest.mark.parametrize("known_words", [False, True])
+def test_transcribe_searches_with_times(models, arpa, known_words):
     model, _, processor = models
     torch.manual_seed(3)
     waveforms = [0.1 * torch.randn(length).numpy() for length in (12000, 20000)]
     options = {"lm_weight": 2.0, "word_score": 2.5, "hotwords": ["B AB"], "hotword_weight": 2.0}
-    results = model.transcribe(waveforms, 1, "word", processor, beam_size=20, language_model=arpa, **options)
-    again = model.transcribe(waveforms, 2, "word", processor, beam_size=20, language_model=NgramModel(arpa), **options)
+    options = {"lm_weight": 0.0, "word_score": -4.0} if known_words else options
+    given = {"processor": processor, "known_words": known_words, "beam_size": 20, **options}
+    results = model.transcribe(waveforms, 1, "word", language_model=arpa, **given)
+    again = model.transcribe(waveforms, 2, "word", language_model=NgramModel(arpa), **given)
     assert [one.text for one in results] == [one.text for one in again]
-    scorer = WordScorer(processor.tokenizer, arpa, **options)
+    scorer = (WordLexicon if known_words else WordScorer)(processor.tokenizer, arpa, **options)
     for waveform, result in zip(waveforms, results, strict=True):
         with torch.no_grad():
             logits = model(processor(waveform, sampling_rate=16000)["input_features"]).logits
@@ -293,6 +284,7 @@ def test_transcribe_searches_with_times(models, arpa):
         assert result.text == processor.decode(best, group_tokens=False)
         aligned = join_words(processor.tokenizer.spans(ctc_align(logits, [logits.shape[1]], [best])[0]))
         assert [one.text for one in result.spans] == result.text.split()
+        assert not known_words or set(result.text.split()) <= {"A", "B", "AB"}
         for span, word in zip(result.spans, aligned, strict=True):
             assert (span.text, span.confidence) == (word.text, pytest.approx(word.confidence, abs=1e-4))
             assert (span.start, span.end) == pytest.approx((0.04 * word.start, 0.04 * word.end))
@@ -308,6 +300,7 @@ def test_transcribe_searches_with_times(models, arpa):
         ({"hotwords": ["A"]}, "hotwords needs a ConformerForCTC, got a ConformerForTransducer, whose search scores no"),
         ({"lm_weight": 1.0}, "lm_weight needs a ConformerForCTC, got a ConformerForTransducer"),
         ({"beam_size": 4}, "beam_size needs a ConformerForCTC, got a ConformerForTransducer"),
+        ({"known_words": True, "language_model": "lm"}, "known_words needs a ConformerForCTC"),
     ],
 )
 def test_a_transducer_refuses_what_it_would_ignore(models, options, message):
@@ -322,6 +315,9 @@ def test_transcribe_refuses_what_it_would_ignore(models, monkeypatch):
         ({"beam_size": 1, "hotwords": ["A"]}, "beam_size must be above 1 with hotwords, got 1"),
         ({"beam_size": 0}, "beam_size must be at least 1, got 0"),
         ({"word_score": 1.0}, "word_score needs language_model"),
+        ({"known_words": True}, "known_words needs language_model, whose words are the known ones"),
+        ({"known_words": True, "language_model": "lm", "hotwords": ["A"]}, "hotwords has no effect with known_words"),
+        ({"known_words": True, "language_model": "lm", "beam_size": 1}, "beam_size must be above 1 with known_words"),
     ):
         with pytest.raises(ValueError, match=message):
             model.transcribe(torch.zeros(9000), processor=processor, **options)
@@ -360,7 +356,7 @@ def test_a_lexicon_searches_long_rows_in_pieces(tokenizer, tmp_path, monkeypatch
     texts = (["A", "B", "AB"], ["B", "A", "BB"])
     assert cut.log_prob == pytest.approx(sum(map(lexicon.score, texts)), abs=1e-3)
     times = ctc_align(logits, [logits.shape[1]], [whole.tokens])
-    monkeypatch.setattr(lexicon_beam, "PIECE", 28)
+    monkeypatch.setattr(WordLexicon, "piece", 28)
     assert search_emissions(logits, [logits.shape[1]], lexicon) == times
     with pytest.raises(ValueError, match="piece must be at least 3 frames, got 2"):
         ctc_lexicon_beam(logits, [5], lexicon, piece=2)
@@ -375,34 +371,6 @@ def test_a_row_that_says_nothing_has_no_words(arpa, tokenizer):
     assert ctc_lexicon_beam(logits, [3], lexicon, piece=3)[0] == []
 
 
-def test_transcribe_finds_known_words_alone(models, arpa):
-    model, transducer, processor = models
-    torch.manual_seed(3)
-    waveforms = [0.1 * torch.randn(length).numpy() for length in (12000, 20000)]
-    options = {"lm_weight": 0.0, "word_score": -4.0}
-    results = model.transcribe(waveforms, 2, "word", processor, language_model=arpa, known_words=True, **options)
-    lexicon = WordLexicon(processor.tokenizer, arpa, **options)
-    for waveform, result in zip(waveforms, results, strict=True):
-        with torch.no_grad():
-            logits = model(processor(waveform, sampling_rate=16000)["input_features"]).logits
-        best = ctc_lexicon_beam(logits, [logits.shape[1]], lexicon)[0][0].tokens
-        assert result.text == processor.decode(best, group_tokens=False)
-        assert [one.text for one in result.spans] == result.text.split()
-        assert set(result.text.split()) <= {"A", "B", "AB"}
-        aligned = join_words(processor.tokenizer.spans(ctc_align(logits, [logits.shape[1]], [best])[0]))
-        assert [one.start for one in result.spans] == pytest.approx([0.04 * word.start for word in aligned])
-    other = model.transcribe(waveforms, 2, processor=processor, language_model=arpa, **options)
-    assert not set(" ".join(one.text for one in other).split()) <= {"A", "B", "AB"}
-    for speech_model, given, message in (
-        (model, {}, "known_words needs language_model, whose words are the known ones"),
-        (model, {"language_model": arpa, "hotwords": ["A"]}, "hotwords has no effect with known_words"),
-        (model, {"language_model": arpa, "beam_size": 1}, "beam_size must be above 1 with known_words, got 1"),
-        (transducer, {"language_model": arpa}, "known_words needs a ConformerForCTC, got a ConformerForTransducer"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            speech_model.transcribe(torch.zeros(9000), processor=processor, known_words=True, **given)
-
-
 def test_what_the_lexicon_refuses(arpa, tokenizer, tmp_path):
     with pytest.raises(ValueError, match="lm_weight must be a number of at least 0, got -1"):
         WordLexicon(tokenizer, arpa, lm_weight=-1)
@@ -410,5 +378,5 @@ def test_what_the_lexicon_refuses(arpa, tokenizer, tmp_path):
         WordLexicon(train_tokenizer(["A B", "AB BA"] * 9, "bpe", 8), arpa)
     with pytest.raises(ValueError, match="no word that the tokenizer can write; one of its words is 'good'"):
         WordLexicon(tokenizer, write_arpa(["good"], tmp_path / "other.arpa", 2))
-    with pytest.raises(ValueError, match=r"logits must be \[B, L, 6\], as many as lexicon's tokens"):
+    with pytest.raises(ValueError, match=r"logits must be \[B, L, 6\], as many as scorer's tokens"):
         ctc_lexicon_beam(torch.zeros(1, 2, 3), [2], WordLexicon(tokenizer, arpa))

@@ -7,7 +7,7 @@ import pytest
 import favor
 from favor.models.conformer.configuration_conformer import PRESETS
 from favor.models.conformer.feature_extraction_conformer import NORMALIZE
-from favor.models.speech.transcript.tokenizer import MODEL_TYPES
+from favor.models.speech.tokenizer import MODEL_TYPES
 from favor.train.common.arguments import BackendArguments, RunArguments, option
 from favor.train.common.program import DataclassParser
 from favor.train.speech.arguments import SIZES, SpeechDataArguments

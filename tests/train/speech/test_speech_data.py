@@ -15,9 +15,8 @@ from speech_corpus import RATE, librispeech, rows, sound, transcript, write_mani
 
 from favor.models.conformer.configuration_conformer import subsampled_frames
 from favor.models.conformer.feature_extraction_conformer import ConformerFeatureExtractor
-from favor.models.speech import ConformerProcessor, read_file, train_tokenizer
-from favor.models.speech.audio import files as audio
-from favor.models.speech.audio.files import read_piece
+from favor.models.speech import ConformerProcessor, audio, read_file, train_tokenizer
+from favor.models.speech.audio import read_piece
 from favor.train.speech import sources as speech_sources
 from favor.train.speech.data import Skipped, Utterance, check_lengths, needed_frames, read_audio
 from favor.train.speech.manifests import read_manifest

@@ -1,35 +1,33 @@
-"""Scores of the words of a text, for a beam search: an n-gram language model, and hotwords."""
+"""Scores of the words of a text, for a beam search that finds any words: an n-gram language model, and hotwords."""
 
 from __future__ import annotations
 
+import functools
+import itertools
 import math
 from collections.abc import Sequence
-from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from favor._parts import needs
-from favor.models.speech.search.ngram import LN10, NgramModel
-from favor.models.speech.transcript.tokenizer import SPACE, ConformerTokenizer
+from torch import Tensor
+
+from favor.models.speech.ctc import Hypothesis
+from favor.models.speech.ngram import LN10, NgramModel
+from favor.models.speech.tokenizer import SPACE, ConformerTokenizer
 
 LM_WEIGHT, WORD_SCORE, HOTWORD_WEIGHT = 0.5, 1.5, 10.0
+TOKENS = 32  # the most probable ones of each frame are tried
+THRESHOLD = 1e4  # drops hypotheses that are worse than the best by more: those of probability 0
 RARE = -7 * LN10  # least log probability of a hotword that the language model does not know: that of a rare word
 
 
 class Context(NamedTuple):
-    """All that the score of the next token depends on.
+    """All that the score of the next token depends on."""
 
-    Attributes:
-        state: of the language model, after the words that are finished.
-        words: last ones that are finished, as many as a hotword can begin with.
-        word: beginning of the next one.
-        lent: part of `hotword_weight` for the beginning of a hotword, to be taken back.
-    """
-
-    state: Any
-    words: tuple[str, ...]
-    word: str
-    lent: float
+    state: Any  # of the language model, after the words that are finished
+    words: tuple[str, ...]  # last ones that are finished, as many as a hotword can begin with
+    word: str  # beginning of the next one
+    lent: float  # part of `hotword_weight` for the beginning of a hotword, to be taken back
 
 
 class WordScorer:
@@ -67,6 +65,10 @@ class WordScorer:
         >>> [scorer.score(tokenizer(text).input_ids) for text in ("GOOD DAY", "DAY DAY", "GOOD DAYS")]
         [3.0, 6.0, 0.0]
     """
+
+    beam_size = 50
+    piece = 500  # frames searched at once: 20 seconds, since the decoder keeps all that it tried until it is done
+    is_spoken = False  # tokens are letters or word pieces
 
     def __init__(
         self,
@@ -107,7 +109,7 @@ class WordScorer:
         self._hot = frozenset(word for phrase in phrases for word in phrase.split())
         self._kept = max((len(phrase.split()) for phrase in phrases), default=1) - 1
         # A search asks for every token that can begin the next word.
-        self._finish_word = lru_cache(1024)(self._score_word)
+        self._finish_word = functools.lru_cache(1024)(self._score_word)
         self._begun: dict[str, float] = {}
         for phrase in phrases:
             for length in range(1, len(phrase) + 1):
@@ -144,6 +146,43 @@ class WordScorer:
             total += gain
         return total + self.finish(context)
 
+    def after(self, context: Context, text: Hypothesis) -> Context:
+        """Gives the context after the text of a piece."""
+        for token in text.tokens:
+            context, _ = self.advance(context, token)
+        return context
+
+    def cut(self, log_probs: Tensor, blank: int) -> int:
+        """Gives the best of some frames for the end of a piece: the likeliest blank."""
+        return int(log_probs[:, blank].argmax())
+
+    def search(self, log_probs: Tensor, context: Context, ends: bool, beam_size: int, blank: int) -> list[Hypothesis]:
+        """Searches a piece `[n, V]` from a context on, by the decoder of flashlight-text without a lexicon.
+
+        `ends` says whether the text ends with it.
+        """
+        from flashlight.lib.text.decoder import CriterionType, LexiconFreeDecoder, LexiconFreeDecoderOptions
+
+        scores = _adapter()(self, context, ends)
+        log_probs = log_probs.contiguous()
+        frames, labels = log_probs.shape
+        # Weights are in the scores; silence is no token here, and with log_add equal texts add their probabilities.
+        options = LexiconFreeDecoderOptions(
+            beam_size=beam_size,
+            beam_size_token=min(TOKENS, labels),
+            beam_threshold=THRESHOLD,
+            lm_weight=1.0,
+            sil_score=0.0,
+            log_add=True,
+            criterion_type=CriterionType.CTC,
+        )
+        decoder = LexiconFreeDecoder(options, scores, sil_token_idx=-1, blank_token_idx=blank, transitions=[])
+        found = []
+        for result in decoder.decode(log_probs.data_ptr(), frames, labels):
+            path = result.tokens[1:-1]  # a token per frame, between a start and an end
+            found.append(Hypothesis([token for token, _ in itertools.groupby(path) if token != blank], result.score))
+        return found
+
     def _score_word(self, state: Any, words: tuple[str, ...], word: str) -> tuple[Any, tuple[str, ...], float]:
         """Gives the state and the last words after one more word, and what it adds; an empty word adds nothing."""
         if not word:
@@ -155,16 +194,6 @@ class WordScorer:
                 log_prob = max(log_prob, RARE)
             gain += self.lm_weight * log_prob + self.word_score
         return state, (*words, word)[-self._kept :] if self._kept else (), gain
-
-
-def check_searches_words(model: Any, option: str) -> None:
-    """Raises ValueError for an option that a model has no search for, and ImportError without the package."""
-    if not hasattr(model, "frame_logits"):
-        raise ValueError(
-            f"{option} needs a ConformerForCTC, got a {type(model).__name__}, whose search scores no words; "
-            "transducer_beam is its beam search."
-        )
-    needs("lm", "flashlight")
 
 
 def _endings(words: tuple[str, ...], word: str) -> list[str]:
@@ -186,3 +215,33 @@ def checked_weight(name: str, value: float, least: float | None = None) -> float
     if not math.isfinite(value) or (least is not None and value < least):
         raise ValueError(f"{name} must be a number{'' if least is None else f' of at least {least}'}, got {value}.")
     return value
+
+
+@functools.cache
+def _adapter() -> Any:
+    """The class that the decoder asks for scores; a function, as its base class is in an optional package."""
+    from flashlight.lib.text.decoder import LM, LMState
+
+    class Scores(LM):
+        """Keeps a context for each text that the decoder tried; a state of the decoder stands for one text."""
+
+        def __init__(self, scorer: WordScorer, context: Context, ends: bool) -> None:
+            super().__init__()
+            self.scorer, self.context, self.ends = scorer, context, ends
+            self.known: dict[Any, tuple[Context, float]] = {}
+
+        def start(self, start_with_nothing: bool) -> Any:
+            state = LMState()
+            self.known[state] = self.context, 0.0
+            return state
+
+        def score(self, state: Any, token: int) -> tuple[Any, float]:
+            after = state.child(token)
+            if after not in self.known:
+                self.known[after] = self.scorer.advance(self.known[state][0], token)
+            return after, self.known[after][1]
+
+        def finish(self, state: Any) -> tuple[Any, float]:
+            return state, self.scorer.finish(self.known[state][0]) if self.ends else 0.0
+
+    return Scores

@@ -194,12 +194,7 @@ def write_arpa(texts: Iterable[str], path: str | Path, order: int = 3, words: It
 
 
 def _words_before(counts: Counts, longer: Counts) -> Counts:
-    """Counts the different words before each n-gram; one that begins a text keeps its count.
-
-    Args:
-        counts: of the n-grams.
-        longer: counts of the n-grams that are one word longer.
-    """
+    """Counts the different words before each n-gram, in `longer`; one that begins a text keeps its count."""
     found: Counts = defaultdict(Counter)
     for history, after in longer.items():
         found[history[1:]].update(after.keys())

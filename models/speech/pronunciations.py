@@ -8,7 +8,7 @@ from pathlib import Path
 from tokenizers import Regex, Tokenizer, decoders, normalizers, pre_tokenizers
 from tokenizers.models import WordLevel
 
-from favor.models.speech.transcript.tokenizer import SPACE, SPECIAL, ConformerTokenizer
+from favor.models.speech.tokenizer import SPACE, SPECIAL, ConformerTokenizer
 
 LEXICON_FILE = "lexicon.txt"
 BETWEEN = "-"  # between the phonemes of a word

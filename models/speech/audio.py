@@ -1,4 +1,4 @@
-"""Audio files as waveforms: FLAC, MP3, WAV and what else libsndfile knows, at any sampling rate."""
+"""Audio: files (FLAC, MP3, WAV and what else libsndfile knows) as waveforms at any rate, and checks of waveforms."""
 
 from __future__ import annotations
 
@@ -7,15 +7,21 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from fractions import Fraction
+from numbers import Integral
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
+from torch import Tensor
+from transformers.utils import logging
 
 from favor._parts import needs
 
 if TYPE_CHECKING:
     import soundfile
+
+logger = logging.get_logger(__name__)
 
 # Audio is decoded in blocks, because a header may not know its length, or say a wrong one.
 BLOCK_SAMPLES = 1 << 20
@@ -26,6 +32,17 @@ RATES = (1000, 768_000)
 MOST_TERM = 1 << 16
 # A small file can unpack to endless silence. Speech has at most 64 samples per byte (Opus, 6 kbit/s).
 FREE_SAMPLES, MOST_SAMPLES_PER_BYTE = 1 << 24, 256
+# Greatest sizes that a `preprocessor_config.json` may ask for, so that memory follows the audio.
+MOST = {
+    "feature_size": 512,
+    "sampling_rate": RATES[1],
+    "hop_length": 1 << 15,
+    "win_length": 1 << 15,
+    "n_fft": 1 << 15,
+    "chunk_length": 1 << 15,
+}
+# Frames in a second of audio, and frames that see the same sample.
+MOST_FRAMES, MOST_OVERLAP = 1000, 64
 
 
 def read_file(
@@ -151,15 +168,9 @@ def _opened(source: str | Path | bytes, place: str) -> Iterator[tuple[soundfile.
 def _decode(
     stream: soundfile.SoundFile, first: int, wanted: float, most: int, place: str, channels: int | None = None
 ) -> np.ndarray:
-    """Decodes the samples `[n]` of a file, at most as many as wanted. Memory follows what there is, not the header.
+    """Decodes samples `[n]` of a file from the place `first` on, the mean of all channels or the first ones.
 
-    Args:
-        stream: the file.
-        first: number of samples before the wanted ones.
-        wanted: number of samples; infinity for all.
-        most: samples that the file may have.
-        place: names the file.
-        channels: whose mean is taken. Default None: all.
+    There are at most as many as wanted, and not more than `most`. Memory follows what there is, not the header.
     """
     if first:
         stream.seek(first)
@@ -229,3 +240,82 @@ def stretch(waveform: np.ndarray, ratio: Fraction) -> np.ndarray:
     from scipy.signal import resample_poly
 
     return resample_poly(waveform, ratio.numerator, ratio.denominator)
+
+
+def check_sizes(feature_size: int, sampling_rate: int, hop_length: int, n_fft: int, **others: int) -> None:
+    """Raises TypeError or ValueError for sizes of an extractor out of the range of `MOST`, or too many frames."""
+    sizes = {"feature_size": feature_size, "sampling_rate": sampling_rate, "hop_length": hop_length, "n_fft": n_fft}
+    for name, size in {**sizes, **others}.items():
+        if not isinstance(size, Integral):
+            raise TypeError(f"{name} must be a whole number, got {size!r}.")
+        if not 1 <= size <= MOST[name]:
+            raise ValueError(f"{name} must be 1 to {MOST[name]}, got {size}.")
+    if hop_length < max(sampling_rate / MOST_FRAMES, n_fft / MOST_OVERLAP):
+        raise ValueError(
+            f"hop_length must be at least sampling_rate / {MOST_FRAMES} and n_fft / {MOST_OVERLAP}, got {hop_length}, "
+            f"{sampling_rate} and {n_fft}."
+        )
+
+
+def check_call(given: int | None, expected: int, return_attention_mask: bool | None) -> None:
+    """Raises ValueError for another sampling rate than the expected one, or without a mask; warns without a rate."""
+    if return_attention_mask is False:
+        raise ValueError("return_attention_mask=False: padding needs the mask; leave it at None.")
+    if given is None:
+        logger.warning_once(f"no sampling_rate was given: the audio is taken to have {expected} Hz.")
+    elif given != expected:
+        raise ValueError(
+            f"sampling_rate must be {expected}, got {given}: resample the audio, with favor.models.speech.resample."
+        )
+
+
+def waveforms(raw: Any, least: int, dither: float = 0.0, generator: torch.Generator | None = None) -> list[Tensor]:
+    """Checks one waveform of floats, `[n]`, or several, `[B, n]` or a list of `[n]`, of at least `least` samples each.
+
+    Gives float32 tensors `[n]`, with Gaussian noise of the standard deviation `dither`.
+    """
+    if isinstance(raw, (list, tuple)) and len(raw) and not np.isscalar(raw[0]) and np.ndim(raw[0]) > 0:
+        several = [_tensor(item) for item in raw]
+    else:
+        whole = _tensor(raw)
+        several = list(whole) if whole.ndim > 1 else [whole]
+    if not several:
+        raise ValueError("raw_speech must hold at least one waveform, got none.")
+    for index, waveform in enumerate(several):
+        if waveform.ndim != 1:
+            raise ValueError(
+                f"raw_speech must be one mono waveform [n], [B, n], or a list of [n]; waveform {index} has shape "
+                f"{list(waveform.shape)}. Average the channels first."
+            )
+        if len(waveform) < least:
+            raise ValueError(
+                f"waveform {index} has {len(waveform)} samples, too few for one window of {least}: leave it out or pad "
+                "it with zeros."
+            )
+        if not waveform.isfinite().all():
+            raise ValueError(f"raw_speech must be finite, waveform {index} holds NaN or infinity.")
+    return [one + dither * torch.randn(one.shape, generator=generator) for one in several] if dither else several
+
+
+def _tensor(values: Any) -> Tensor:
+    """Turns an array, tensor or list of floats into float32 on the CPU."""
+    if isinstance(values, (list, tuple)):
+        values = np.asarray(values, dtype=np.float64)
+    tensor = torch.as_tensor(values)
+    if not tensor.is_floating_point():
+        raise TypeError(f"raw_speech must hold floats in [-1, 1], got {tensor.dtype}: divide 16-bit samples by 32768.")
+    return tensor.detach().to("cpu", torch.float32)
+
+
+def check_open(has_ended: bool) -> None:
+    """Raises ValueError for a recording that has ended with `finish`."""
+    if has_ended:
+        raise ValueError("the recording has ended with finish: call reset to begin another one.")
+
+
+def one_waveform(audio: Any) -> Tensor:
+    """Checks samples of one recording and gives them as float32 `[n]`."""
+    pieces = waveforms(audio, 0)
+    if len(pieces) != 1:
+        raise ValueError(f"audio must be one mono waveform [n], got {len(pieces)} rows. Average the channels first.")
+    return pieces[0]

@@ -9,8 +9,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from favor.models.speech.search.common import Hypothesis, Prefixes, check_beam, checked_lengths
-from favor.models.speech.transcript.spans import Emission
+from favor.models.speech.ctc import Hypothesis, Prefixes, check_beam, checked_lengths
+from favor.models.speech.spans import Emission
 
 BLANK = 0
 DIVERGED = "the model's logits must be numbers, got NaN. Has the model diverged?"
@@ -82,8 +82,8 @@ def transducer_emissions(
     A Transducer says a token at one frame, often some time after it was spoken.
 
     Args:
-        model, hidden, lengths, max_symbols: as in `transducer_greedy`.
-        context: as in `transducer_greedy`; frames are counted from the start of each piece.
+        model, hidden, lengths, max_symbols, context: as in `transducer_greedy`; with a context frames are counted from
+            the start of each piece.
 
     Returns:
         Tokens of each row; `end` is `start` + 1, and the confidence is the probability of the token at its step.

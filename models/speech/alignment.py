@@ -8,10 +8,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 from torch.nn import functional
+from torch.nn.utils.rnn import pad_sequence
 
+from favor.models.speech.ctc import check_blank, checked_lengths, checked_log_probs
 from favor.models.speech.encoder import IGNORED
-from favor.models.speech.search.common import check_blank, checked_lengths, checked_log_probs
-from favor.models.speech.transcript.spans import Emission
+from favor.models.speech.spans import Emission
 
 
 @torch.no_grad()
@@ -52,7 +53,6 @@ def ctc_align(
     logits: Tensor,
     lengths: Tensor | Sequence[int],
     labels: Tensor,
-    label_lengths: Tensor | Sequence[int] | None = None,
     blank: int = 0,
 ) -> list[list[Emission]]:
     """Aligns texts that are known to the frames: the most probable CTC path that gives them (Viterbi).
@@ -63,9 +63,7 @@ def ctc_align(
     Args:
         logits: `[B, L, V]`, before or after log-softmax.
         lengths: frames of each row `[B]`; what comes after is ignored.
-        labels: `[B, U]`, token ids without blanks.
-        label_lengths: labels of each row `[B]`; what comes after is ignored. Default None: those before the padding
-            of -100.
+        labels: `[B, U]`, token ids without blanks, padded with -100.
         blank: label of the blank. Default 0.
 
     Returns:
@@ -86,15 +84,10 @@ def ctc_align(
     """
     frames = checked_lengths("logits", logits, lengths)
     check_blank(blank, logits.shape[-1])
-    texts = _checked_labels(labels, label_lengths, frames, logits.shape[-1], blank)
+    texts = _checked_labels(labels, frames, logits.shape[-1], blank)
     if not texts:
         return []
-    log_probs = torch.stack(
-        [
-            functional.pad(checked_log_probs(row[:n]), (0, 0, 0, len(row) - n))
-            for row, n in zip(logits, frames, strict=True)
-        ]
-    )
+    log_probs = pad_sequence([checked_log_probs(row[:n]) for row, n in zip(logits, frames, strict=True)], True)
     states = torch.full((len(texts), 2 * max(map(len, texts)) + 1), blank, device=logits.device)
     for row, text in enumerate(texts):
         states[row, 1 : 2 * len(text) : 2] = torch.tensor(text, dtype=torch.long, device=logits.device)
@@ -102,24 +95,16 @@ def ctc_align(
     paths = _viterbi(log_probs, torch.tensor(frames, device=logits.device), states, last, blank).cpu()
     labels_of, probabilities = states.gather(1, paths.to(states.device)), log_probs.exp()
     chosen = probabilities.gather(2, labels_of[..., None])[..., 0]
-    parts = zip(paths.tolist(), labels_of.tolist(), chosen.tolist(), frames, strict=True)
     found = []
-    for path, tokens, sure, n in parts:
-        runs = _Runs(blank)
+    for path, tokens, sure, n in zip(paths.tolist(), labels_of.tolist(), chosen.tolist(), frames, strict=True):
+        runs = GreedyEmissions(blank)
         runs.add_path(path[:n], tokens[:n], sure[:n])
         found.append([*runs.final, *runs.open])
     return found
 
 
-class _Runs:
-    """Tokens of a path that may come in parts: stretches of the same state, without blanks.
-
-    Args:
-        blank: label of the blank.
-
-    Attributes:
-        final: tokens that no later frame can change.
-    """
+class GreedyEmissions:
+    """Tokens of the most probable path of a row whose logits come in parts; those in `final` change no more."""
 
     def __init__(self, blank: int) -> None:
         self.final: list[Emission] = []
@@ -133,8 +118,17 @@ class _Runs:
         is_blank = self._label == self._blank
         return [] if is_blank else [Emission(self._label, self._start, self._frames, self._sure / length)]
 
+    def add(self, logits: Tensor) -> None:
+        """Takes the next logits `[n, V]`."""
+        best = logits.argmax(-1)
+        probabilities = checked_log_probs(logits).gather(-1, best[:, None])[:, 0].exp()
+        self.add_path(best.tolist(), best.tolist(), probabilities.tolist())
+
     def add_path(self, states: list[int], labels: list[int], probabilities: list[float]) -> None:
-        """Takes the state, the label and the probability of each of the next frames."""
+        """Takes the state, the label and the probability of each of the next frames of any path.
+
+        A token lasts as long as the state, of which several can have one label.
+        """
         for state, label, probability in zip(states, labels, probabilities, strict=True):
             if state != self._state:
                 self.final += self.open
@@ -143,28 +137,15 @@ class _Runs:
             self._frames += 1
 
 
-class GreedyEmissions(_Runs):
-    """Tokens of the most probable path of a row whose logits come in parts; see `ctc_emissions`."""
-
-    def add(self, logits: Tensor) -> None:
-        """Takes the next logits `[n, V]`."""
-        best = logits.argmax(-1)
-        probabilities = checked_log_probs(logits).gather(-1, best[:, None])[:, 0].exp()
-        self.add_path(best.tolist(), best.tolist(), probabilities.tolist())
-
-
-def _checked_labels(
-    labels: Tensor, label_lengths: Tensor | Sequence[int] | None, frames: list[int], size: int, blank: int
-) -> list[list[int]]:
+def _checked_labels(labels: Tensor, frames: list[int], size: int, blank: int) -> list[list[int]]:
     """The labels of each row; raises ValueError for those that cannot be aligned."""
     given = torch.as_tensor(labels)
     if given.is_floating_point() or given.dtype == torch.bool:
         raise TypeError(f"labels must be integers, token ids; got {given.dtype}.")
     if given.dim() != 2 or len(given) != len(frames):
         raise ValueError(f"labels must be [{len(frames)}, U], a row for each of logits, got {list(given.shape)}.")
-    counts = (given != IGNORED).sum(-1) if label_lengths is None else label_lengths
-    lengths = checked_lengths("labels", given[..., None], counts)
-    texts = [[int(label) for label in row[:n]] for row, n in zip(given.tolist(), lengths, strict=True)]
+    counts = (given != IGNORED).sum(-1).tolist()
+    texts = [row[:n] for row, n in zip(given.tolist(), counts, strict=True)]
     for row, (text, available) in enumerate(zip(texts, frames, strict=True)):
         wrong = [label for label in text if not 0 <= label < size or label == blank]
         if wrong:
@@ -182,21 +163,18 @@ def _checked_labels(
 
 
 def _viterbi(log_probs: Tensor, frames: Tensor, states: Tensor, last: Tensor, blank: int) -> Tensor:
-    """The most probable path: the place in `states` at each frame.
+    """Finds the most probable path: the place in `states` at each frame, `[B, L]`.
 
     Args:
         log_probs: `[B, L, V]`.
-        frames: real ones `[B]`.
+        frames: real ones `[B]`, after which the path stays where it is.
         states: the label of each state `[B, S]`.
         last: the last state of each row `[B]`; a path may also end one before.
         blank: its label.
-
-    Returns:
-        `[B, L]`; after the real frames it stays where it is.
     """
     length, rows = log_probs.shape[1], torch.arange(len(states), device=states.device)
     # A blank is skipped between different labels alone: equal ones would become one.
-    skips = functional.pad(states[:, 2:] != states[:, :-2], (2, 0))[:, : states.shape[1]] & (states != blank)
+    skips = functional.pad(states[:, 2:] != states[:, :-2], (2, 0))[:, : states.shape[1]]
     scores = torch.full(states.shape, -torch.inf, dtype=log_probs.dtype, device=log_probs.device)
     scores[:, 0] = 0  # before the first frame: from here a path goes to the first blank or the first label
     moves = torch.zeros(length, *states.shape, dtype=torch.int8, device=states.device)

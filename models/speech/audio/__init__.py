@@ -1,1 +1,0 @@
-"""Audio: files as waveforms (`files`), and checks of waveforms (`waveforms`)."""
