@@ -53,10 +53,9 @@ class EvaluationArguments:
     model_name_or_path: str = field(metadata={"help": "Folder or hub name of a model saved with its processor."})
     output_dir: str = field(metadata={"help": "Folder of all results."})
     data_dir: str | None = option(
-        None, f"LibriSpeech's folder, or one with manifests or tar shards. Default: {HUB} on the hub."
-    )
-    dataset_config_name: str | None = option(
-        None, "Configuration of a hub data set: clean, other or all for LibriSpeech."
+        None,
+        "LibriSpeech's folder, or one with manifests or tar shards, or a data set of the hub, NAME or "
+        f"NAME:CONFIGURATION. Default: {HUB}.",
     )
     eval_splits: list[str] = field(default_factory=lambda: ["dev"], metadata={"help": "Splits to transcribe."})
     beam_size: int | None = option(
@@ -102,7 +101,6 @@ class EvaluationArguments:
     max_bad: float = option(
         0.0, "Most utterances to leave out because they cannot be used: a number, or below 1 a fraction of all."
     )
-    resample: bool = option(False, "Convert audio of other sampling rates than the model's instead of refusing it.")
     seed: int | None = option(None, "Seed of the random features. Default: the model's own.")
     device: str | None = option(None, "Device of the model. Default: cuda if there is a GPU, else cpu.")
 
@@ -163,7 +161,6 @@ def recognise(
     chunks: Chunks | None = None,
     lexicon: Pronunciations | None = None,
     batch_seconds: float = 200.0,
-    resample: bool = False,
 ) -> tuple[list[str], float]:
     """Transcribes utterances.
 
@@ -176,13 +173,12 @@ def recognise(
         chunks: in which a Conformer hears, as in a stream. Default None: whole utterances.
         lexicon: pronunciations of words, if the tokens are phonemes. Default None: they are not.
         batch_seconds: seconds of audio per forward pass, padding included. Default 200.
-        resample: whether audio of another rate is resampled. Default False.
 
     Returns:
         One text per utterance, in order, and the seconds of reading and decoding the files, features, model and search
         together.
     """
-    loader = evaluation_loader(utterances, processor, batch_seconds, resample=resample)
+    loader = evaluation_loader(utterances, processor, batch_seconds)
     texts = [""] * len(utterances)
     start = time.perf_counter()
     with evaluating(model):
@@ -249,7 +245,7 @@ def evaluate_split(
         model: on its device.
         processor: that of the model.
         utterances: of the split, with their lengths.
-        arguments: size of batches, beam size, resampling.
+        arguments: size of batches, beam size.
         scorer: language model and hotwords, or known words, for the beam search. Default None: without.
         lexicon: pronunciations of words, if the tokens are phonemes. Default None: they are not.
     """
@@ -257,8 +253,7 @@ def evaluate_split(
     audio = sum(utterance.seconds or 0 for utterance in utterances)
     result: dict[str, Any] = {"utterances": len(utterances), "audio_hours": audio / 3600, "searches": {}}
     rows: list[dict[str, Any]] = [{"id": u.id, "seconds": u.seconds, "reference": u.text} for u in utterances]
-    options: dict[str, Any] = {"batch_seconds": arguments.per_device_eval_batch_seconds, "resample": arguments.resample}
-    options["lexicon"] = lexicon
+    options: dict[str, Any] = {"batch_seconds": arguments.per_device_eval_batch_seconds, "lexicon": lexicon}
     options["chunks"] = chunks_of(model, processor, arguments.chunk_seconds, arguments.left_chunks)
     # Do not time what runs once per process, such as compiling a kernel.
     recognise(model, processor, sorted(utterances, key=lambda u: u.seconds or 0)[:1], **options)
@@ -343,8 +338,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "chunks": None if arguments.chunk_seconds is None else f"{arguments.chunk_seconds:g} s, {before} before each",
         "splits": {},
     }
-    options = {"config": arguments.dataset_config_name, "max_bad": max_bad, "resample": arguments.resample}
-    options["sampling_rate"] = processor.feature_extractor.sampling_rate
+    options = {"max_bad": max_bad, "sampling_rate": processor.feature_extractor.sampling_rate}
     for split in arguments.eval_splits:
         utterances, skipped = load_speech(arguments.data_dir or HUB, split, prepared=folder / "prepared", **options)
         utterances = evenly_spaced(utterances, arguments.max_eval_samples)

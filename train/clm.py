@@ -11,7 +11,6 @@ earlier tokens. The output folder gets the model, its tokenizer and `all_results
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -22,7 +21,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from favor.integrations.layer import attention_modules, decodes_or_is_causal
 from favor.train.common.program import program
 from favor.train.text import language
-from favor.train.text.arguments import Arguments
+from favor.train.text.language import Arguments
 
 
 def parse_arguments(words: Sequence[str] | None) -> Arguments:
@@ -75,7 +74,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     Raises:
         ValueError: for arguments or files that cannot be used; the message says which and why.
     """
-    return language.run_program(parse_arguments(argv), OBJECTIVE, sys.argv[1:] if argv is None else argv)
+    return language.run_program(parse_arguments(argv), OBJECTIVE, argv)
 
 
 cli = program("favor-clm", main)

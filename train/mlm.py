@@ -11,7 +11,6 @@ softmax_bound` needs. The output folder gets the model, its tokenizer and `all_r
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -22,28 +21,22 @@ from torch.utils.data import Dataset
 from transformers import AutoModelForMaskedLM, DataCollatorForLanguageModeling
 
 from favor.train.common.arguments import option
-from favor.train.common.batches import mix
+from favor.train.common.loop import mix
 from favor.train.common.program import program
-from favor.train.text import arguments, language
+from favor.train.text import language
 
 
 @dataclass(kw_only=True)
-class MaskingArguments(arguments.TextArguments):
+class MaskingArguments(language.TextArguments):
     """How the text is masked."""
 
     mlm_probability: float = option(
-        0.15, "Fraction of the tokens to predict; 80 % of these are masked, 10 % are replaced."
+        0.15, "Fraction of the tokens to predict; 80 % of these are masked, 10 % are replaced.", above=0, below=1
     )
-
-    def __post_init__(self) -> None:
-        """Checks the numbers; raises ValueError."""
-        super().__post_init__()
-        if not 0 < self.mlm_probability < 1:
-            raise ValueError(f"mlm_probability must be between 0 and 1, got {self.mlm_probability}")
 
 
 @dataclass
-class Arguments(arguments.Arguments):
+class Arguments(language.Arguments):
     """All arguments of a run."""
 
     text: MaskingArguments
@@ -106,7 +99,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     Raises:
         ValueError: for arguments or files that cannot be used; the message says which and why.
     """
-    return language.run_program(parse_arguments(argv), OBJECTIVE, sys.argv[1:] if argv is None else argv)
+    return language.run_program(parse_arguments(argv), OBJECTIVE, argv)
 
 
 cli = program("favor-mlm", main)

@@ -18,10 +18,8 @@ from favor.eval.common.launch import Backend
 from favor.models.stored_backend import keeps_backend
 from favor.train.common.arguments import DataArguments
 from favor.train.text.glue_data import get_task, load_glue, with_distractors
-from favor.train.text.glue_labels import label_rows, names_of
-from favor.train.text.glue_loaders import tokenized
-from favor.train.text.glue_report import named
-from favor.train.text.metrics import load_glue_metric
+from favor.train.text.glue_models import label_rows, names_of, tokenized
+from favor.train.text.glue_report import glue_metrics, named
 from favor_command import saved
 
 
@@ -100,5 +98,5 @@ def evaluate(folder: Path, results: dict[str, Any], data_dir: str | None) -> tup
                 logits = model(**batch.to(device)).logits.float()[:, rows]
             guesses.append((logits.squeeze(-1) if task.is_regression else logits.argmax(-1)).cpu())
         said, true = torch.cat(guesses).numpy(), torch.cat(labels).numpy()
-        scores |= named(load_glue_metric(task.name).compute(predictions=said, references=true), split)
+        scores |= named(glue_metrics(task, said, true), split)
     return scores, lengths

@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.nn import functional
 from torch.nn.utils.rnn import pad_sequence
 
+from favor.train.speech.batches import label_ids
 from favor.train.speech.data import Utterance, read_audio
-from favor.train.speech.whisper import label_ids
 
 Texts = Sequence[Sequence[tuple[str, float]]]
 

@@ -54,13 +54,6 @@ def read(folder: Path, name: str) -> Any:
         raise DamagedError(f"{path.name} cannot be read ({said})") from error
 
 
-def tensor_bytes(tree: Any) -> int:
-    """Counts the bytes that the tensors of a state take in its file."""
-    tensors: dict[str, Tensor] = {}
-    _encode(tree, "", tensors, {})
-    return sum(tensor.nbytes for tensor in tensors.values())
-
-
 def _encode(value: Any, path: str, tensors: dict[str, Tensor], known: dict[Any, str]) -> Any:
     """Turns a value into one that JSON can hold; puts its tensors into `tensors`, each once.
 

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Dataset, Sampler
+from transformers import WhisperProcessor
 
 from favor.models.speech.encoder import IGNORED
-from favor.train.common.batches import mix
-from favor.train.speech.acoustics import Acoustics
-from favor.train.speech.augment import SpecAugment, change_speed
-from favor.train.speech.data import Utterance, read_audio
+from favor.train.common.loop import mix
+from favor.train.speech.augment import Acoustics, SpecAugment, change_speed
+from favor.train.speech.data import Skipped, Utterance, keep, read_audio
 
 Key = tuple[int, int]
 
@@ -35,11 +35,10 @@ class SpeechDataset(Dataset):
         dither: standard deviation of noise on the samples, after all else. Default 0.
         augment: masks the features. Default None: no masks.
         seed: draws speeds, acoustics, dither and masks. Default 0.
-        resample: whether audio of another rate is resampled. Default False.
         teacher: makes features of the waveform at its speed, without noise and masks, for a teacher. Default None.
 
     Raises:
-        ValueError: if there are no utterances or no speeds, or an utterance has no length.
+        ValueError: if there are no utterances or no speeds.
     """
 
     def __init__(
@@ -52,16 +51,12 @@ class SpeechDataset(Dataset):
         dither: float = 0.0,
         augment: SpecAugment | None = None,
         seed: int = 0,
-        resample: bool = False,
         teacher: Any = None,
     ) -> None:
         if len(utterances) == 0 or len(speeds) == 0:
             raise ValueError(f"utterances and speeds must not be empty, got {len(utterances)} and {len(speeds)}.")
-        unknown = [utterance.id for utterance in utterances if utterance.seconds is None]
-        if unknown:
-            raise ValueError(f"utterance {unknown[0]} has no length yet: prepare the utterances first.")
         self.utterances, self.speeds, self.dither = list(utterances), tuple(speeds), dither
-        self.extractor, self.seed, self.resample = processor.feature_extractor, seed, resample
+        self.extractor, self.seed = processor.feature_extractor, seed
         self.acoustics, self.augment, self.teacher = acoustics, augment, teacher
         self.labels = self._labels(processor, [utterance.text for utterance in utterances])
 
@@ -87,7 +82,7 @@ class SpeechDataset(Dataset):
         rate = self.extractor.sampling_rate
         generator = torch.Generator().manual_seed(mix(self.seed, epoch, index))
         speed = self.speeds[int(torch.randint(len(self.speeds), (), generator=generator))]
-        waveform = change_speed(read_audio(utterance, rate, self.resample), speed)
+        waveform = change_speed(read_audio(utterance, rate), speed)
         heard = {}
         if self.teacher is not None:
             heard["teacher_features"] = self.teacher(waveform, sampling_rate=rate)["input_features"][0]
@@ -133,6 +128,69 @@ def collate(samples: Sequence[dict[str, Any]], with_index: bool = False) -> dict
     if with_index:
         batch["index"] = torch.tensor([sample["index"] for sample in samples])
     return batch
+
+
+class WhisperDataset(SpeechDataset):
+    """Samples of a Whisper: features of 30 seconds, and the tokens that its decoder says after the first one.
+
+    The arguments are those of `SpeechDataset`, with a `WhisperProcessor`. Transcripts in capitals alone, such as
+    LibriSpeech's, become small letters, since Whisper has few tokens for words in capitals.
+    """
+
+    @property
+    def durations(self) -> list[float]:
+        """Seconds of every sample, silence at its end included."""
+        return [float(self.extractor.chunk_length)] * len(self)
+
+    def _labels(self, processor: Any, texts: Sequence[str]) -> list[Tensor]:
+        return [torch.tensor(ids, dtype=torch.int32) for ids in label_ids(processor.tokenizer, texts)]
+
+    def _features(self, waveform: np.ndarray, generator: torch.Generator) -> tuple[Tensor, int]:
+        if self.dither:
+            waveform = waveform + self.dither * torch.randn(len(waveform), generator=generator).numpy()
+        features = self.extractor(waveform, sampling_rate=self.extractor.sampling_rate, return_tensors="pt")
+        frames = -(-len(waveform) // self.extractor.hop_length)
+        return features["input_features"].transpose(1, 2), min(frames, features["input_features"].shape[2])
+
+
+def collate_whisper(samples: Sequence[dict[str, Any]], with_index: bool = False) -> dict[str, Tensor]:
+    """Makes a batch of samples of `WhisperDataset`, as `collate` does: `input_features [B, F, T]`, without a mask."""
+    batch = collate(samples, with_index)
+    del batch["attention_mask"]
+    batch["input_features"] = batch["input_features"].transpose(1, 2).contiguous()
+    return batch
+
+
+def label_ids(tokenizer: Any, texts: Sequence[str]) -> list[list[int]]:
+    """Gives the tokens of transcripts, from the one after the first special token to the end of the text."""
+    spoken = [" " + (text.lower() if text.isupper() else text) for text in texts]
+    return [ids[1:] for ids in tokenizer(spoken)["input_ids"]] if spoken else []
+
+
+def fitting(
+    utterances: Sequence[Utterance], processor: WhisperProcessor, skipped: Skipped, *, slowest: float, most: int | None
+) -> list[Utterance]:
+    """Selects the utterances that a Whisper can hear; the others go to `skipped`, which may raise.
+
+    Args:
+        utterances: with `seconds`.
+        processor: of the model.
+        skipped: takes the others.
+        slowest: smallest speed factor.
+        most: greatest number of tokens of a transcript; None for utterances that are only transcribed.
+    """
+    longest = processor.feature_extractor.chunk_length
+    tokens = label_ids(processor.tokenizer, [utterance.text for utterance in utterances])
+
+    def fault(utterance: Utterance, ids: list[int]) -> str | None:
+        seconds = (utterance.seconds or 0.0) / slowest
+        if seconds > longest:
+            return f"{seconds:.2f} s at the slowest speed, and this Whisper hears {longest:g}"
+        if most is not None and len(ids) > most:
+            return f"{len(ids)} tokens, and the decoder has {most} places"
+        return None
+
+    return keep(utterances, map(fault, utterances, tokens), skipped)
 
 
 class DurationBatchSampler(Sampler[list[Key]]):

@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 from datasets import Dataset, load_dataset
 
-from favor.train.common.lines import is_text, open_lines
 from favor.train.common.program import did_you_mean
+from favor.train.text.samples import is_text, open_lines
 
 HUB_ID = "nyu-mll/glue"
 MAX_SCORE = 5.0

@@ -1,4 +1,4 @@
-"""Reports of a GLUE run: baseline, mean over seeds, model card."""
+"""Scores and reports of a GLUE run: metrics, baseline, mean over seeds, model card."""
 
 from __future__ import annotations
 
@@ -6,35 +6,52 @@ import statistics
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import yaml
-from accelerate.state import AcceleratorState
-from evaluate import EvaluationModule
 from huggingface_hub import EvalResult, ModelCardData, metadata_load
+from scipy.stats import pearsonr, spearmanr
+from sklearn.metrics import accuracy_score, f1_score, matthews_corrcoef
 from transformers.utils import cached_file
 
 from favor.models.stored_backend import keeps_backend
-from favor.train.common import report
 from favor.train.text.glue_data import HUB_ID, GlueData, Task
-from favor.train.text.metrics import load_glue_metric
-
-if TYPE_CHECKING:
-    from favor.train.glue import Arguments
 
 # A line of every card that this program writes, and the name of a card where another README.md is not to be lost.
 MARK, OTHER_CARD = "Attention backend", "MODEL_CARD.md"
 
 
-def baseline(data: GlueData, metric: EvaluationModule) -> dict[str, float]:
+def glue_metrics(task: Task, predictions: Sequence[Any], references: Sequence[Any]) -> dict[str, float]:
+    """Computes GLUE's metrics of a task: accuracy, F1 of class 1, Matthews, Pearson's or Spearman's correlation.
+
+    A correlation with constant values is undefined: it is given as 0, the score of a model that has learned nothing.
+
+    Args:
+        task: the task.
+        predictions: predicted class numbers, or scores.
+        references: true ones.
+    """
+    if task.is_regression:
+        said, true = (np.asarray(values, dtype=np.float64) for values in (predictions, references))
+        defined = not (is_constant(said) or is_constant(true))
+        kinds = {"pearson": pearsonr, "spearmanr": spearmanr}
+        return {name: float(kind(said, true).statistic) if defined else 0.0 for name, kind in kinds.items()}
+    if task.name == "cola":
+        return {"matthews_correlation": float(matthews_corrcoef(references, predictions))}
+    scores = {"accuracy": float(accuracy_score(references, predictions))}
+    if "f1" in task.metrics:
+        scores["f1"] = float(f1_score(references, predictions, zero_division=0.0))
+    return scores
+
+
+def baseline(data: GlueData) -> dict[str, float]:
     """Scores a predictor that reads no sentence: it says the training set's most frequent class, or its mean score."""
     labels = data.train["label"][:]
     guess = statistics.fmean(labels) if data.task.is_regression else Counter(labels).most_common(1)[0][0]
     scores: dict[str, float] = {}
     for split, dataset in data.evaluation.items():
-        computed = metric.compute(predictions=[guess] * len(dataset), references=dataset["label"][:])
-        scores.update(named(computed, split))
+        scores.update(named(glue_metrics(data.task, [guess] * len(dataset), dataset["label"][:]), split))
     return scores
 
 
@@ -58,47 +75,35 @@ def summarise(per_seed: Sequence[dict[str, Any]]) -> tuple[dict[str, float], dic
     return mean, std
 
 
-def all_results(
-    arguments: Arguments, data: GlueData, per_seed: list[dict[str, Any]], command: str, state: AcceleratorState
-) -> dict[str, Any]:
+def all_results(data: GlueData, per_seed: list[dict[str, Any]], made: dict[str, Any]) -> dict[str, Any]:
     """Gives the content of `all_results.json`, in one layout for one seed or several.
 
     Args:
-        arguments: all arguments of the program.
         data: the splits.
         per_seed: results of each seed.
-        command: the command line.
-        state: device and number of processes.
+        made: entries that say how and where the run was made.
     """
     first = per_seed[0]
     mean, std = summarise(per_seed)
     times = [run["seconds_per_step"] for run in per_seed if run["seconds_per_step"] is not None]
-    return {
+    return made | {
         "task_name": data.task.name,
-        "model_name_or_path": arguments.model.model_name_or_path,
-        "model_type": first["model_type"],
-        "attn_implementation": first["attn_implementation"],
+        "model_name_or_path": made["arguments"]["model_name_or_path"],
+        **{name: first[name] for name in ("model_type", "attn_implementation", "steps", "mixed_precision")},
         "favor": first["favor"] and {name: value for name, value in first["favor"].items() if name != "seed"},
         "seeds": [run["seed"] for run in per_seed],
         "metric": data.task.metrics[0],
         "metrics": mean,
         "metrics_std": std,
-        "baseline": baseline(data, load_glue_metric(data.task.name)),
+        "baseline": baseline(data),
         "constant_prediction_seeds": [run["seed"] for run in per_seed if run["constant_predictions"]],
         "train_loss": statistics.fmean(run["train_loss"] for run in per_seed),
-        "steps": first["steps"],
         "seconds_per_step": statistics.median(times) if times else None,
         "peak_memory_bytes": max(run["peak_memory_bytes"] for run in per_seed),
-        "device": str(state.device.type),
-        "num_processes": state.num_processes,
-        "mixed_precision": first["mixed_precision"],
         "train_samples": len(data.train),
         "eval_samples": {split: len(part) for split, part in data.evaluation.items()},
         "sources": data.sources,
         "per_seed": per_seed,
-        "arguments": arguments.to_dict(),
-        "command": command,
-        "versions": report.versions(),
     }
 
 

@@ -40,7 +40,7 @@ from favor.eval.papers.head_optimizer import tasks as head_tasks
 from favor.eval.papers.head_optimizer.report import Entry, label
 from favor.eval.papers.head_optimizer.tasks import IMAGES, HeadTask
 from favor.optim import SoftmaxBound
-from favor.train.common.batches import EpochSampler, mix
+from favor.train.common.loop import EpochSampler, mix
 from favor.train.common.program import Parser, program
 
 TASKS = ("fashion", "sst2", "text")

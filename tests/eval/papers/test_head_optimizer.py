@@ -14,7 +14,7 @@ from favor.eval.papers.head_optimizer import __main__ as head_optimizer
 from favor.eval.papers.head_optimizer import report as head_report
 from favor.eval.papers.head_optimizer import tasks as head_tasks
 from favor.eval.papers.head_optimizer.__main__ import GRIDS, Grid, Runs, config_of, train
-from favor.train.common.batches import EpochSampler, mix
+from favor.train.common.loop import EpochSampler, mix
 
 ADAMW = config_of("adamw", 1e-2, lr=1e-2)
 GRID = Grid(body=(1e-3, 1e-2), adamw=(1e-2, 1e-1), bound=({}, {"curvature": "diag"}), sgd=(0.1,))

@@ -207,29 +207,10 @@ def test_without_a_whole_checkpoint_there_is_one_error(stopped, train):
     assert same_weights(stopped, stopped.parent / "whole")
 
 
-def test_damaged_settings_are_those_of_the_checkpoint(stopped, train):
+def test_damaged_settings_and_results_are_named(stopped, train):
     truncate(stopped / "settings.json")
-    with (
-        pytest.warns(UserWarning, match=r"settings\.json is damaged"),
-        pytest.raises(ValueError, match=r"cannot resume .*learning_rate was"),
-    ):
-        train(flags=("resume",), learning_rate=1e-3, **SETTINGS)
-    with pytest.warns(UserWarning, match=r"settings\.json is damaged"):
+    with pytest.raises(ValueError, match=r"run/settings\.json is damaged"):
         train(flags=("resume",), **SETTINGS)
-    assert same_weights(stopped, stopped.parent / "whole")
-
-
-def test_damaged_settings_without_a_copy_are_an_error(stopped, train):
-    for path in stopped.rglob("settings.json"):
-        path.write_text("{")
-    with (
-        pytest.warns(UserWarning, match="damaged"),
-        pytest.raises(ValueError, match=r"run/settings\.json is damaged .*: remove the file"),
-    ):
-        train(flags=("resume",), **SETTINGS)
-
-
-def test_damaged_results_are_named(stopped, train):
     truncate(stopped.parent / "whole" / "all_results.json")
     with pytest.raises(ValueError, match=r"all_results\.json is damaged"):
         train(output="whole", flags=("resume",), **SETTINGS)
@@ -251,8 +232,7 @@ def test_a_full_disk_is_named_and_leaves_the_last_checkpoint(error, stopped, tra
     full.left = 1
     monkeypatch.setattr(state, "save_file", full)
     message = (
-        r"cannot write .*checkpoint-6, which needs about \d+\.\d MB; \d+\.\d MB are free: .*No space left.*; "
-        "checkpoint-4 is whole: continue from it with --resume"
+        r"cannot write .*checkpoint-6: .*No space left.* MB are free; checkpoint-4 is whole: continue from it with"
     )
     with pytest.raises(OSError, match=message):
         train(flags=("resume",), **SETTINGS)
@@ -260,15 +240,6 @@ def test_a_full_disk_is_named_and_leaves_the_last_checkpoint(error, stopped, tra
     monkeypatch.undo()
     train(flags=("resume",), **SETTINGS)
     assert same_weights(stopped, stopped.parent / "whole")
-
-
-def test_the_disk_is_blamed_for_nothing_else(tmp_path):
-    gone = tmp_path / "gone" / "checkpoint-2"
-    with (
-        pytest.raises(OSError, match=r"^cannot write .*checkpoint-2: \[Errno 2\] No such file or directory: .*file'$"),
-        checkpoint.writing(gone, lambda: 1),
-    ):
-        (gone / "file").touch()
 
 
 def test_ctrl_c_while_a_checkpoint_is_written_leaves_no_half_of_it(train, tmp_path, monkeypatch):

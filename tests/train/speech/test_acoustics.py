@@ -13,8 +13,8 @@ from speech_corpus import RATE, WORDS, librispeech, sound, write_sound
 from favor.models.conformer import ConformerFeatureExtractor
 from favor.models.speech import ConformerProcessor, read_file, train_tokenizer
 from favor.models.speech.audio.files import read_piece
-from favor.train.speech.acoustics import Acoustics, add_noise, reverberate, synthetic_response
 from favor.train.speech.arguments import SpeechDataArguments
+from favor.train.speech.augment import Acoustics, add_noise, reverberate, synthetic_response
 from favor.train.speech.batches import SpeechDataset
 from favor.train.speech.loaders import make_acoustics
 from favor.train.speech.sources import load_speech

@@ -3,7 +3,6 @@
 import csv
 import dataclasses
 import json
-import os
 import shutil
 
 import numpy as np
@@ -14,7 +13,7 @@ from tiny_speech import make_model
 from favor.models.conformer import ConformerFeatureExtractor, ConformerForCTC, ConformerForTransducer
 from favor.models.speech import ConformerProcessor, train_tokenizer
 from favor.train.speech import pseudo_labels
-from favor.train.speech.data import Utterance, check_lengths, read_audio
+from favor.train.speech.data import Skipped, Utterance, check_lengths, read_audio
 from favor.train.speech.manifests import read_manifest
 from favor.train.speech.pseudo_labels import PseudoLabel, collect, filter_scores, fingerprint, fit_scores, label, select
 from favor.train.speech.sources import load_speech
@@ -94,16 +93,17 @@ def test_killed_labelling_goes_on_where_it_was(done, torn, model, processor, spe
             labelled(model, processor, speech, tmp_path / "labels")
     assert len(first) == done
     part = tmp_path / "labels" / "labels.part-0.jsonl"
+    part.parent.mkdir(exist_ok=True)
     with part.open("a") as stream:
         stream.write(torn)
-    assert not (part.parent / "labels.jsonl").exists()
     with pytest.raises(ValueError, match=f"lacks labels of {len(LENGTHS) - sum(first)} utterances"):
         collect(speech, part.parent)
     second = stop_after(monkeypatch, 100)
     assert labelled(model, processor, speech, part.parent) == whole
     assert sum(first) + sum(second) == len(LENGTHS)
-    assert os.listdir(part.parent) == ["labels.jsonl"]
-    assert (part.parent / "labels.jsonl").read_bytes() == (tmp_path / "whole" / "labels.jsonl").read_bytes()
+    assert (part.parent / "labels.part-0.jsonl").read_bytes() == (
+        tmp_path / "whole" / "labels.part-0.jsonl"
+    ).read_bytes()
     third = stop_after(monkeypatch, 0)
     assert labelled(model, processor, speech, part.parent) == whole
     assert third == []
@@ -111,7 +111,7 @@ def test_killed_labelling_goes_on_where_it_was(done, torn, model, processor, spe
 
 def test_only_whole_batches_with_something_new_are_searched_again(model, processor, speech, tmp_path, monkeypatch):
     whole = labelled(model, processor, speech, tmp_path / "labels")
-    file = tmp_path / "labels" / "labels.jsonl"
+    file = tmp_path / "labels" / "labels.part-0.jsonl"
     lines = file.read_text().splitlines(keepends=True)
     # The second of the batch of the two longest.
     file.write_text("".join(line for line in lines if '"u0"' not in line))
@@ -122,22 +122,21 @@ def test_only_whole_batches_with_something_new_are_searched_again(model, process
     moved = [dataclasses.replace(speech[0], audio=tmp_path / "moved.wav"), *speech[1:]]
     again = labelled(model, processor, moved, file.parent)
     assert again[0] == dataclasses.replace(whole[0], audio=str(tmp_path / "moved.wav"))
-    assert len(file.read_text().splitlines()) == len(lines)
 
 
-@pytest.mark.parametrize("changed", [{"teacher": "other"}, {"beam_size": 2}, {"resample": True}])
+@pytest.mark.parametrize("changed", [{"teacher": "other"}, {"beam_size": 2}])
 def test_labels_of_another_teacher_are_refused(changed, model, processor, speech, tmp_path):
     labelled(model, processor, speech, tmp_path / "labels")
-    told = r"labels.jsonl was made with \{'teacher': 't', .* continue with that teacher .* delete the file"
+    told = r"labels.part-0.jsonl was made with \{'teacher': 't', .*: delete it"
     with pytest.raises(ValueError, match=told):
         labelled(model, processor, speech, tmp_path / "labels", **changed)
 
 
 def test_damaged_labels_are_refused(model, processor, speech, tmp_path):
     labelled(model, processor, speech, tmp_path / "labels")
-    file = tmp_path / "labels" / "labels.jsonl"
+    file = tmp_path / "labels" / "labels.part-0.jsonl"
     file.write_text(file.read_text().replace('"log_prob"', '"log', 1))
-    with pytest.raises(ValueError, match=r"is damaged: .*delete it to label"):
+    with pytest.raises(ValueError, match=r"is damaged: .*delete it to begin again"):
         labelled(model, processor, speech, file.parent)
 
 
@@ -166,7 +165,9 @@ def test_transcripts_make_no_difference(model, processor, speech, tmp_path):
     poisoned = [dataclasses.replace(one, text="POISON") for one in speech]
     labelled(model, processor, speech, tmp_path / "one")
     labelled(model, processor, poisoned, tmp_path / "two")
-    assert (tmp_path / "one" / "labels.jsonl").read_bytes() == (tmp_path / "two" / "labels.jsonl").read_bytes()
+    assert (tmp_path / "one" / "labels.part-0.jsonl").read_bytes() == (
+        tmp_path / "two" / "labels.part-0.jsonl"
+    ).read_bytes()
 
 
 def test_audio_too_short_for_a_frame_has_an_empty_label(model, processor, speech, tmp_path):
@@ -305,7 +306,7 @@ def test_kept_transcripts_fit_with_the_tokenizer_of_the_training(processor, mode
         for utterance in utterances:
             if utterance.id in chosen.dropped:
                 with pytest.raises(ValueError, match="too few for"):
-                    check_lengths([utterance], student, ctc=ctc, fastest=fastest)
+                    check_lengths([utterance], student, Skipped(), ctc=ctc, fastest=fastest)
     assert counts[True] < counts[False]
 
 

@@ -16,9 +16,9 @@ import favor.models
 from favor import features
 from favor.integrations.adapt.observe import Observation
 from favor.train import distill
+from favor.train.common.teacher import AttentionStudent
 from favor.train.distill import parse_arguments
 from favor.train.text import distill_data
-from favor.train.text.attention_student import AttentionStudent
 from favor.train.text.distill_data import Texts
 from favor.train.text.samples import samples
 

@@ -8,7 +8,7 @@ from datasets import Dataset
 
 from favor.train.common.arguments import DataArguments, TrainArguments
 from favor.train.text.glue_data import TASKS, GlueData, get_task, load_glue
-from favor.train.text.glue_loaders import make_loaders
+from favor.train.text.glue_models import make_loaders
 from favor_command.saved import load_processor
 
 # One row a task, as the official files have it, and what the hub's dataset holds for it.

@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForSequenceClassification, BertConfig
 
 from favor.train.text.glue_data import get_task
-from favor.train.text.glue_labels import is_classifier, label_rows, rows_set, set_labels
+from favor.train.text.glue_models import is_classifier, label_rows, rows_set, set_labels
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from stopping import whole_and_resumed
 from transformers import AutoModelForSequenceClassification
 
 from favor.optim import CombinedOptimizer, SoftmaxBound
-from favor.train.common.optimizers import find_head, make_optimizer
+from favor.train.common.pretrained import find_head, make_optimizer
 from favor.train.glue import Arguments
 
 BOUND = {"head_optimizer": "softmax_bound"}
