@@ -12,6 +12,7 @@ CPU, one GPU or several.
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -178,7 +179,7 @@ def _train_model(
         for epoch in loop.epochs(run):
             metrics = _evaluate(final, eval_loaders, evaluation, processor.tokenizer, lexicon)
             entry = {"epoch": epoch, "step": progress.step, "metrics": metrics}
-            progress.history.append(entry | {"train_loss": progress.loss_sum / progress.step})
+            progress.history.append(entry | {"train_loss": statistics.fmean(progress.losses)})
             accelerator.print(f"\nepoch {epoch}, step {progress.step}: {describe(metrics)}")
     if accelerator.is_main_process:
         checkpoint.save_pretrained(folder, final, processor)

@@ -217,21 +217,6 @@ def parse_arguments(words: Sequence[str] | None) -> DistillArguments:
     return DataclassParser(NAME, __doc__, [DistillArguments]).parse(words)[0]
 
 
-class Curve:
-    """The losses of a stage, one of each step, as a part of its checkpoints."""
-
-    def __init__(self) -> None:
-        self.losses: list[float] = []
-
-    def state_dict(self) -> dict[str, Any]:
-        """Gives the losses."""
-        return {"losses": self.losses}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Takes over saved losses."""
-        self.losses[:] = state["losses"]
-
-
 def layers_of(
     model: transformers.PreTrainedModel, inputs: dict[str, Tensor]
 ) -> tuple[dict[int, tuple[int, int]], bool]:
@@ -433,25 +418,21 @@ class Distillation:
         )
         loader = self.data.loader(labels=is_model and given.task_weight > 0, decoder=self.decoder)
         prepared = accelerator.prepare(module.to(accelerator.device), optimizer, loader)
-        bare, curve = accelerator.unwrap_model(prepared[0]), Curve()
+        bare = accelerator.unwrap_model(prepared[0])
         decay = given.ema_decay if is_model else 0.0
-        run = loop.start(
-            accelerator, prepared, arguments, given.seed, folder, list(bare.parameters()), decay, curve=curve
-        )
+        run = loop.start(accelerator, prepared, arguments, given.seed, folder, list(bare.parameters()), decay)
 
-        def noted(trained: Any, batch: dict[str, Tensor]) -> Tensor:
-            found = loss(trained, self.data.shaped(batch, run.progress.step), run.progress.step + 1)
-            curve.losses.append(found.item())
-            return found
+        def of_step(trained: Any, batch: dict[str, Tensor]) -> Tensor:
+            return loss(trained, self.data.shaped(batch, run.progress.step), run.progress.step + 1)
 
-        run.loss = noted
+        run.loss = of_step
         with loop.stoppable(run):
             for epoch in loop.epochs(run):
                 run.progress.history.append({"epoch": epoch, "step": run.progress.step})
         if given.checkpointing_steps and not (folder / f"checkpoint-{run.progress.step}").exists():
             checkpoint.save_checkpoint(run.states, folder, run.progress.step)
         vars(bare).pop("forward", None)  # accelerate's, which lowers the precision: errors are measured in the full one
-        return curve.losses, run.trained.eval()
+        return run.progress.losses, run.trained.eval()
 
     @torch.no_grad()
     def measure(self, stage: str) -> None:

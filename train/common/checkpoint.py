@@ -37,13 +37,13 @@ class Progress:
 
     Attributes:
         step: optimizer steps done.
-        loss_sum: sum of their losses.
+        losses: their losses.
         history: one entry for each finished epoch.
         before: metrics before the training, if the program measures them.
     """
 
     step: int = 0
-    loss_sum: float = 0.0
+    losses: list[float] = field(default_factory=list)
     history: list[dict[str, Any]] = field(default_factory=list)
     before: dict[str, float] | None = None
 
@@ -53,8 +53,9 @@ class Progress:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Takes over a saved state."""
-        self.step, self.loss_sum, self.history = state["step"], state["loss_sum"], state["history"]
-        self.before = state["before"]
+        self.step, self.history, self.before = state["step"], state["history"], state["before"]
+        # Earlier versions kept their sum.
+        self.losses = state["losses"] if "losses" in state else [state["loss_sum"] / self.step] * self.step
 
 
 @dataclass

@@ -154,7 +154,6 @@ def start(
     folder: Path,
     clipped: list[torch.nn.Parameter],
     ema_decay: float = 0.0,
-    **others: Any,
 ) -> Run:
     """Makes a run at its beginning, or at its last checkpoint if it is resumed.
 
@@ -166,7 +165,6 @@ def start(
         folder: of its checkpoints.
         clipped: the parameters whose gradients are clipped.
         ema_decay: of an average of the weights, see `weight_average`. Default 0: none.
-        **others: further parts of a checkpoint, with `state_dict` and `load_state_dict`.
 
     Raises:
         ValueError: if there are checkpoints to resume from and none can be used, or if this model cannot be written to
@@ -181,7 +179,7 @@ def start(
     progress, bare = checkpoint.Progress(), accelerator.unwrap_model(model)
     average = weight_average(bare, ema_decay) if ema_decay else None
     parts = {"model": bare, "optimizer": optimizer, "scheduler": scheduler, "progress": progress}
-    parts |= {"redraws": favor.RedrawCounter(model), **others, **({} if average is None else {"average": average})}
+    parts |= {"redraws": favor.RedrawCounter(model), **({} if average is None else {"average": average})}
     states = checkpoint.States(accelerator, parts)
     if arguments.resume or arguments.checkpointing_steps:
         states.check()
@@ -265,7 +263,7 @@ def train_epoch(run: Run, bar: tqdm) -> None:
         progress.step += 1
         if run.average is not None:
             run.average.update_parameters(accelerator.unwrap_model(run.model))
-        progress.loss_sum += mean_loss
+        progress.losses.append(mean_loss)
         run.seconds.append(time.perf_counter() - clock)
         bar.update()
         if (every := run.arguments.checkpointing_steps) and progress.step % every == 0:

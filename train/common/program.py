@@ -135,7 +135,7 @@ def of_training(run: Any, model: Any) -> dict[str, Any]:
     accelerator, progress, config = run.accelerator, run.progress, model.config
     backend = config._attn_implementation
     return {
-        "train_loss": progress.loss_sum / progress.step,
+        "train_loss": statistics.fmean(progress.losses),
         "steps": progress.step,
         "seconds_per_step": statistics.median(run.seconds) if run.seconds else None,
         "peak_memory_bytes": peak_memory(accelerator.device),

@@ -24,24 +24,15 @@ class SpecAugment:
     """Masks bands of frequency and stretches of time, drawn anew for every utterance.
 
     Widths are drawn uniformly from 0 to the greatest width, then places uniformly from those where the mask fits. Masks
-    may overlap. This is SpecAugment (Park et al. 2019, arXiv:1904.08779, section 2) without time warping. The greatest
-    width of a time mask is a fraction of the utterance's own length (Park et al. 2019b, arXiv:1912.05533, section 3).
-    The defaults are those of the Conformer paper (arXiv:2005.08100, section 3.1).
+    may overlap. This is SpecAugment (Park et al. 2019, arXiv:1904.08779, section 2) without time warping, with times as
+    fractions of the utterance (arXiv:1912.05533, section 3) and the numbers of the Conformer paper (arXiv:2005.08100).
 
     Args:
-        frequency_masks: number of frequency masks. Default 2.
-        frequency_width: greatest width of a frequency mask in bins. Default 27.
-        time_masks: number of time masks. Default 10.
-        time_part: greatest width of a time mask as a fraction of the utterance's frames. Default 0.05.
-        value: the value of masked features. Default 0, the mean of normalised features.
-
-    Raises:
-        ValueError: for a number out of range.
-
-    Example:
-        >>> import torch
-        >>> SpecAugment()(torch.ones(2, 400, 80), torch.tensor([400, 200])).shape
-        torch.Size([2, 400, 80])
+        frequency_masks: number of frequency masks.
+        frequency_width: greatest width of a frequency mask in bins.
+        time_masks: number of time masks.
+        time_part: greatest width of a time mask as a fraction of the utterance's frames.
+        value: the value of masked features; 0 is the mean of normalised features.
     """
 
     frequency_masks: int = 2
@@ -51,11 +42,9 @@ class SpecAugment:
     value: float = 0.0
 
     def __post_init__(self) -> None:
-        """Checks the numbers."""
+        """Checks the numbers; raises ValueError."""
         if min(self.frequency_masks, self.frequency_width, self.time_masks) < 0 or not 0 <= self.time_part <= 1:
-            raise ValueError(
-                f"SpecAugment's numbers and widths must be at least 0 and time_part at most 1, got {self}."
-            )
+            raise ValueError(f"spec_augment's numbers must be at least 0, and its part at most 1, got {self}")
 
     def __call__(self, features: Tensor, lengths: Tensor, generator: torch.Generator | None = None) -> Tensor:
         """Gives masked copies of features.
@@ -64,17 +53,7 @@ class SpecAugment:
             features: `[B, T, F]`, right padded.
             lengths: real frames `[B]`; time masks lie within these.
             generator: draws the masks, on its own device. Default None: PyTorch's generator of the features' device.
-
-        Returns:
-            `[B, T, F]`.
-
-        Raises:
-            ValueError: for shapes that do not fit.
         """
-        if features.ndim != 3 or lengths.shape != features.shape[:1]:
-            raise ValueError(
-                f"features must be [B, T, F] and lengths [B], got {list(features.shape)} and {list(lengths.shape)}."
-            )
         _, frames, bins = features.shape
         every = torch.full_like(lengths, bins)
         width = torch.full_like(lengths, min(self.frequency_width, bins))

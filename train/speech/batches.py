@@ -199,17 +199,13 @@ class DurationBatchSampler(Sampler[list[Key]]):
     Utterances are sorted by length and cut into buckets of `batches_per_bucket` batches. The longest utterance of a
     bucket decides how many utterances its batches have. Each epoch shuffles every bucket, cuts it into batches, and
     shuffles the batches. The order depends on the seed and the epoch alone, and every epoch has the same number of
-    batches, so that a number of steps says the place in the run.
+    batches, so that a number of steps says the place in the run. A batch is a list of keys `(epoch, index)` for
+    `SpeechDataset`: workers need not be told the epoch.
 
-    A batch is a list of keys `(epoch, index)` for `SpeechDataset`: workers need not be told the epoch.
-
-    Make a `DataLoader(dataset, batch_sampler=sampler, collate_fn=collate)` and give it to `accelerator.prepare`, with
-    accelerate's defaults `even_batches=True, split_batches=False, dispatch_batches=None`. Then batch i goes to
-    process i % n, and the first batches are repeated at the end of the epoch so that every process has
-    `ceil(len(sampler) / n)` batches. `loader.set_epoch(epoch)` reaches the sampler, also with several processes. A
-    loader from `skip_first_batches` passes the epoch on with one process only, so call `set_epoch` on the prepared
-    loader as well. In an evaluation with several processes utterances of the first batches may come twice: gather
-    `index` too, which `collate` adds. `gather_for_metrics` does not know how many to drop.
+    A prepared `DataLoader(dataset, batch_sampler=sampler, collate_fn=collate)` gives batch i to process i % n, and
+    repeats the first batches so that every process has `ceil(len(sampler) / n)`. Its `set_epoch` reaches the sampler;
+    a loader from `skip_first_batches` passes the epoch on with one process only. In an evaluation utterances may come
+    twice: gather `index` too, since `gather_for_metrics` does not know how many to drop.
 
     Args:
         durations: seconds of every utterance, at its own speed.
@@ -217,18 +213,12 @@ class DurationBatchSampler(Sampler[list[Key]]):
         seed: draws the order. Default 0.
         speeds: speed factors of the dataset; a batch leaves room for the slowest. Default (1.0,).
         shuffle: False gives the longest utterances first, in as few batches as possible. Default True.
-        batches_per_bucket: a greater number mixes utterances better and pads more; without shuffling it is 1.
-            Default 8.
+        batches_per_bucket: a greater number mixes utterances better and pads more. Default 8.
         allow_long: whether an utterance longer than max_seconds is a batch of its own. Default False: it is an error.
         names: names of the utterances, for this error. Default None: their numbers.
 
     Raises:
-        ValueError: if there are no utterances, one is too long, or a number is out of range.
-
-    Example:
-        >>> sampler = DurationBatchSampler([1.0, 2.0, 3.0, 4.0], max_seconds=6.0, shuffle=False)
-        >>> list(sampler)
-        [[(0, 3)], [(0, 2), (0, 1)], [(0, 0)]]
+        ValueError: if there are no utterances, or one is too long.
     """
 
     def __init__(
@@ -245,11 +235,6 @@ class DurationBatchSampler(Sampler[list[Key]]):
     ) -> None:
         if len(durations) == 0 or min(durations) <= 0:
             raise ValueError("durations must hold positive seconds, at least one.")
-        if len(speeds) == 0 or min(speeds) <= 0 or max_seconds <= 0 or batches_per_bucket < 1:
-            raise ValueError(
-                "max_seconds, speeds and batches_per_bucket must be positive, got "
-                f"{max_seconds}, {list(speeds)} and {batches_per_bucket}."
-            )
         self.seed, self.shuffle, self.epoch = seed, shuffle, 0
         room = max_seconds * min(speeds)
         order = sorted(range(len(durations)), key=lambda index: (-durations[index], index))

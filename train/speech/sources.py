@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -79,7 +80,7 @@ def load_speech(
 
 
 def read_librispeech(folder: str | Path, split: str, skipped: Skipped | None = None) -> list[Utterance]:
-    """Reads the utterances of an unpacked LibriSpeech (Panayotov et al. 2015, "Librispeech: an ASR corpus ...").
+    """Reads the utterances of an unpacked LibriSpeech (Panayotov et al. 2015), sorted, without their lengths.
 
     Files are `<folder>[/LibriSpeech]/<split>/<speaker>/<chapter>/<id>.flac` (or .mp3, .wav) and, next to them,
     `<speaker>-<chapter>.trans.txt` with an id and a transcript per line.
@@ -89,9 +90,6 @@ def read_librispeech(folder: str | Path, split: str, skipped: Skipped | None = N
         split: e.g. "dev-clean".
         skipped: takes audio without a transcript, transcripts without audio and empty transcripts. Default None: the
             first one raises.
-
-    Returns:
-        Utterances sorted by speaker, chapter and id, without their lengths.
 
     Raises:
         ValueError: if there is no such split, or the split is empty.
@@ -107,8 +105,7 @@ def read_librispeech(folder: str | Path, split: str, skipped: Skipped | None = N
     found: list[Utterance] = []
     before = len(skipped)
     for chapter in sorted(path for path in (root / split).glob("*/*") if path.is_dir()):
-        audio = _audio_files(chapter, skipped)
-        texts = _transcripts(chapter)
+        audio, texts = _audio_files(chapter, skipped), _transcripts(chapter)
         for name in sorted(audio.keys() | texts.keys()):
             if name not in audio:
                 skipped.add(f"{name} ({chapter})", f"has a transcript, but no {', '.join(AUDIO)} file")
@@ -126,31 +123,26 @@ def read_librispeech(folder: str | Path, split: str, skipped: Skipped | None = N
 
 
 def read_audio_folder(folder: str | Path, split: str | None = None) -> list[Utterance]:
-    """Reads the utterances of all audio files in a folder and below it, with or without transcripts.
+    """Reads the utterances of all audio files in a folder and below it, sorted by path, without their lengths.
+
+    The id is the path below `folder`. The text is that of a `.trans.txt` file next to the audio, or "".
 
     Args:
         folder: e.g. the corpus, or the folder that holds `LibriSpeech`.
         split: folder inside the corpus. Default None: all of it.
-
-    Returns:
-        Utterances sorted by path, without their lengths. The id is the path below `folder`; the text is "" without a
-        transcript.
 
     Raises:
         ValueError: if there is no audio file.
     """
     root = _root(Path(folder))
     place = root if split is None else root / split
+    transcripts = functools.cache(_transcripts)
     found: list[Utterance] = []
-    texts: dict[Path, dict[str, str]] = {}
     for path in sorted(place.rglob("*")):
         if path.suffix.lower() in AUDIO and path.is_file():
-            beside = texts.get(path.parent)
-            if beside is None:
-                beside = texts[path.parent] = _transcripts(path.parent)
             if not is_text(name := path.relative_to(root).as_posix()):
                 raise ValueError(f"names of files must be UTF-8, got {name!r} in {root}: rename it.")
-            found.append(Utterance(name, normalize_transcript(beside.get(path.stem, "")), path))
+            found.append(Utterance(name, normalize_transcript(transcripts(path.parent).get(path.stem, "")), path))
     if not found:
         raise ValueError(f"found no *.flac, *.mp3 or *.wav in {place} or below it.")
     return found
@@ -211,9 +203,6 @@ def read_hub(name: str, split: str | None = None, skipped: Skipped | None = None
         split: e.g. "validation" or "train.100+train.360".
         skipped: takes rows without a transcript. Default None: the first one raises.
 
-    Returns:
-        Utterances in the order of the rows.
-
     Raises:
         ValueError: if there is no split, or the dataset has no columns audio and text.
     """
@@ -226,15 +215,8 @@ def read_hub(name: str, split: str | None = None, skipped: Skipped | None = None
 def from_dataset(dataset: Dataset, skipped: Skipped | None = None) -> list[Utterance]:
     """Makes utterances of a `datasets.Dataset` with the columns of a manifest, apart from seconds and offset.
 
-    Args:
-        dataset: its column audio is read undecoded, so that no decoder of datasets is needed.
-        skipped: takes rows without a transcript. Default None: the first one raises.
-
-    Returns:
-        Utterances in the order of the rows; a row without an id has its number as the id.
-
-    Raises:
-        ValueError: if the columns audio and text are missing.
+    Its column audio is read undecoded, so that no decoder of datasets is needed. A row without an id has its number as
+    the id. Raises ValueError if the columns audio and text are missing; `skipped` takes rows without a transcript.
     """
     skipped = Skipped() if skipped is None else skipped
     names = dataset.column_names

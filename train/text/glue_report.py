@@ -115,57 +115,36 @@ def model_card(task: Task, results: dict[str, Any], name: str) -> str:
         results: the content of `all_results.json`.
         name: name of the model.
     """
-    several = len(results["seeds"]) > 1
-    rows = [
-        [
-            metric,
-            f"{value:.4f}",
-            *([_deviation(results, metric)] if several else []),
-            f"{results['baseline'][metric]:.4f}",
-        ]
-        for metric, value in results["metrics"].items()
-    ]
-    head = ["metric", "value", *(["standard deviation over seeds"] if several else []), "majority baseline"]
-    seconds = results["seconds_per_step"]
+    path, std = results["model_name_or_path"], results["metrics_std"]
+    # The path of a local folder tells others nothing, apart from its last two parts.
+    base = None if Path(path).exists() else path
+    rows = [["metric", "value", "standard deviation over seeds", "majority baseline"], ["---"] * 4]
+    for metric, value in results["metrics"].items():
+        deviation = "one seed" if std[metric] is None else f"{std[metric]:.4f}"
+        rows.append([metric, f"{value:.4f}", deviation, f"{results['baseline'][metric]:.4f}"])
     settings = {
-        "Task": f"GLUE {task.folder} (`{task.name}`)",
-        "Data": _pairs(results["sources"]),
+        "Task": f"GLUE {task.folder} (`{task.name}`), {_pairs(results['sources'])}",
         "Samples": _pairs({"train": results["train_samples"], **results["eval_samples"]}),
-        "Base model": f"`{_base_name(results)}`",
-        "License": f"{_license(results)} (of the base model, if its card says it)",
+        "Base model": f"`{base or '/'.join(Path(path).resolve().parts[-2:])}`",
         MARK: f"`{results['attn_implementation']}`",
         "Backend options": _pairs(results["favor"] or {}) or "none",
         "Seeds": ", ".join(map(str, results["seeds"])),
         "Optimizer steps": results["steps"],
-        "Seconds per step (median)": "not timed" if seconds is None else f"{seconds:.4f}",
-        "Peak memory": f"{results['peak_memory_bytes'] / 2**20:.0f} MiB ({results['device']})",
         "Versions": _pairs(results["versions"]),
     }
-    return "\n".join(
-        [
-            f"---\n{front_matter(task, results, name)}\n---",
-            "",
-            f"# {name}",
-            "",
-            *(f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *rows)),
-            "",
-            *(f"- {label}: {text}" for label, text in settings.items()),
-            *(f"- Warning: seed {seed} ends in constant predictions" for seed in results["constant_prediction_seeds"]),
-            "",
-            *_usage(task, results, name),
-            "",
-        ]
-    )
+    warnings = (f"- Warning: seed {seed} ends in constant predictions" for seed in results["constant_prediction_seeds"])
+    parts = [
+        f"---\n{_front_matter(task, results, name, base)}\n---",
+        f"# {name}",
+        "\n".join(f"| {' | '.join(row)} |" for row in rows),
+        "\n".join([*(f"- {label}: {text}" for label, text in settings.items()), *warnings]),
+        _usage(task, results, name),
+    ]
+    return "\n\n".join(parts) + "\n"
 
 
-def front_matter(task: Task, results: dict[str, Any], name: str) -> str:
-    """Writes the YAML at the head of a model card, which the hub shows and searches.
-
-    Args:
-        task: the task.
-        results: the content of `all_results.json`.
-        name: name of the model.
-    """
+def _front_matter(task: Task, results: dict[str, Any], name: str, base: str | None) -> str:
+    """Writes the YAML at the head of a model card, which the hub shows and searches."""
     evaluations = [
         EvalResult(
             task_type="text-classification",
@@ -180,13 +159,17 @@ def front_matter(task: Task, results: dict[str, Any], name: str) -> str:
         )
         for metric, value in results["metrics"].items()
     ]
+    try:
+        card = metadata_load(str(cached_file(results["model_name_or_path"], "README.md")))
+    except (OSError, ValueError, yaml.YAMLError):
+        card = None
     data = ModelCardData(
         language="en",
         library_name="transformers",
         pipeline_tag="text-classification",
         tags=["favor", "linear-attention", "glue"],
-        base_model=_base_model(results),
-        license=_license(results),
+        base_model=base,
+        license=str((card or {}).get("license", "unknown")),
         datasets=[HUB_ID],
         metrics=list(task.metrics),
         model_name=name,
@@ -195,52 +178,26 @@ def front_matter(task: Task, results: dict[str, Any], name: str) -> str:
     return data.to_yaml()
 
 
-def _base_model(results: dict[str, Any]) -> str | None:
-    """Gives the hub name of the model that was fine-tuned; None for a local folder, whose path tells others nothing."""
-    name = results["model_name_or_path"]
-    return None if Path(name).exists() else name
-
-
-def _base_name(results: dict[str, Any]) -> str:
-    """Gives the name of the base model; for a folder the last two parts of its path."""
-    return _base_model(results) or "/".join(Path(results["model_name_or_path"]).resolve().parts[-2:])
-
-
-def _license(results: dict[str, Any]) -> str:
-    """Reads the license from the model card of the base model, else gives "unknown"."""
-    try:
-        card = metadata_load(str(cached_file(results["model_name_or_path"], "README.md")))
-    except (OSError, ValueError, yaml.YAMLError):
-        return "unknown"
-    return str((card or {}).get("license", "unknown"))
-
-
 def _pairs(values: dict[str, Any]) -> str:
     return ", ".join(f"{name} {value}" for name, value in values.items())
 
 
-def _deviation(results: dict[str, Any], metric: str) -> str:
-    return f"{results['metrics_std'][metric]:.4f}"
-
-
-def _usage(task: Task, results: dict[str, Any], name: str) -> list[str]:
+def _usage(task: Task, results: dict[str, Any], name: str) -> str:
     if len(results["seeds"]) > 1:
-        return ["In this folder, one folder per seed holds the model of that seed."]
+        return "In this folder, one folder per seed holds the model of that seed."
     # Only configurations of the zoo save their backend; for others the user must name it again.
     by_itself = keeps_backend(results["model_type"]) or not results["favor"]
     backend = "" if by_itself else f', attn_implementation="{results["attn_implementation"]}"'
     texts = ", ".join(f'"A {column}."' for column in task.sentences)
     logits = "model(**inputs).logits[0]"
     said = f"{logits}.item()" if task.is_regression else f"model.config.id2label[{logits}.argmax().item()]"
-    return [
-        "```python",
-        "import favor.models",
-        "from transformers import AutoModelForSequenceClassification, AutoTokenizer",
-        "",
-        f'path = "{name}"  # this folder, or its name on the hub',
-        f"model = AutoModelForSequenceClassification.from_pretrained(path{backend}).eval()",
-        "tokenizer = AutoTokenizer.from_pretrained(path)",
-        f'inputs = tokenizer({texts}, return_tensors="pt")',
-        f"print({said})",
-        "```",
-    ]
+    return f"""```python
+import favor.models
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+path = "{name}"  # this folder, or its name on the hub
+model = AutoModelForSequenceClassification.from_pretrained(path{backend}).eval()
+tokenizer = AutoTokenizer.from_pretrained(path)
+inputs = tokenizer({texts}, return_tensors="pt")
+print({said})
+```"""

@@ -7,7 +7,6 @@ import shutil
 from importlib.metadata import version
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 import yaml
@@ -16,7 +15,6 @@ from stopping import redrawing, same_weights
 from transformers import (
     AutoModelForSequenceClassification,
     AutoTokenizer,
-    BertForSequenceClassification,
     DistilBertConfig,
     DistilBertForSequenceClassification,
 )
@@ -129,15 +127,6 @@ def test_bert_with_a_favor_backend_is_saved_as_performer_bert_and_fine_tuned_wit
     assert (results["attn_implementation"], results["favor"]["num_features"]) == ("favor#", 6)
 
 
-def test_exact_attention_keeps_the_architecture_and_says_what_it_does_not_use(train, tmp_path, capsys):
-    results = train(attn_implementation="sdpa", exact_below=0)
-    assert results["favor"] is None
-    assert "sdpa is exact attention: it does not use exact_below" in capsys.readouterr().out
-    model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "run")
-    assert type(model) is BertForSequenceClassification
-    assert (model.config.hidden_dropout_prob, model.config.attention_probs_dropout_prob) == (0.1, 0.1)
-
-
 def test_documents_that_are_cut_off_are_told_of(train, capsys):
     results = train("mnli", distractors=2, max_length=12)
     samples = results["train_samples"]
@@ -162,14 +151,6 @@ def test_constant_predictions_are_warned_of(train, tmp_path, capsys):
     assert results["constant_prediction_seeds"] == [42]
     assert "WARNING: seed 42 predicts the same for every sample" in capsys.readouterr().out
     assert "seed 42 ends in constant predictions" in (tmp_path / "run" / "README.md").read_text()
-
-
-@pytest.mark.parametrize(
-    ("said", "constant"),
-    [([1, 1, 1], True), ([0, 1, 1], False), ([0.5, 0.5 + 1e-9], True), ([0.5, 0.51], False)],
-)
-def test_what_counts_as_constant(said, constant):
-    assert glue_report.is_constant(np.array(said)) is constant
 
 
 def test_several_seeds_give_mean_and_sample_deviation_and_are_not_trained_again(train, tmp_path, monkeypatch):
