@@ -122,13 +122,8 @@ def _usable(arguments: Arguments, speech: Speech, model: Any, processor: Any) ->
     return Speech(kept, others, reports)
 
 
-def parameter_groups(model: Any, train: SpeechTrainArguments) -> list[dict[str, Any]]:
-    """Makes the parameter groups of the optimizer; the encoder may have a learning rate of its own.
-
-    Raises:
-        ValueError: for a rate of the encoder of a model that is trained as a whole, or one that destroys the encoder
-            of a Whisper.
-    """
+def _parameter_groups(model: Any, train: SpeechTrainArguments) -> list[dict[str, Any]]:
+    """Makes the parameter groups of the optimizer; the encoder may have a learning rate of its own."""
     rate = train.learning_rate if train.encoder_learning_rate is None else train.encoder_learning_rate
     if isinstance(model, WhisperForCTC) and rate > LARGEST_RATE:
         raise ValueError(
@@ -166,7 +161,7 @@ def _train_model(
     train_loader, eval_loaders = make_loaders(
         arguments, utterances, evaluation, processor, seed, acoustics, objective.extractor
     )
-    groups = parameter_groups(model, train)
+    groups = _parameter_groups(model, train)
     if own := objective.own_parameters():
         groups += adamw_groups(own, train.weight_decay)
     optimizer = torch.optim.AdamW(groups, lr=train.learning_rate, betas=(0.9, 0.98), fused=True)

@@ -60,7 +60,7 @@ OBJECTIVE = language.Objective(
     program="favor.train.clm",
     auto_class=AutoModelForCausalLM,
     shift=1,
-    samples=lambda ids, tokenizer, text, seed: Texts(ids),
+    samples=lambda ids, tokenizer, seed: Texts(ids),
     check=check_causal,
 )
 

@@ -116,11 +116,7 @@ def _prepare_run(
 
 @torch.no_grad()
 def _evaluate(run: loop.Run, eval_loaders: dict[str, Any], task: Task) -> dict[str, Any]:
-    """Computes the scores on the development sets, and whether the predictions are constant.
-
-    Raises:
-        FloatingPointError: if a logit is not finite.
-    """
+    """Computes the scores on the development sets, and whether the predictions are constant."""
     run.model.eval()
     rows = rows_set(run.trained.config, task)
     scores: dict[str, float] = {}

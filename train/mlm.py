@@ -12,7 +12,6 @@ softmax_bound` needs. The output folder gets the model, its tokenizer and `all_r
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,26 +19,13 @@ from torch import Tensor
 from torch.utils.data import Dataset
 from transformers import AutoModelForMaskedLM, DataCollatorForLanguageModeling
 
-from favor.train.common.arguments import option
 from favor.train.common.loop import mix
 from favor.train.common.program import program
 from favor.train.text import language
+from favor.train.text.language import Arguments
 
-
-@dataclass(kw_only=True)
-class MaskingArguments(language.TextArguments):
-    """How the text is masked."""
-
-    mlm_probability: float = option(
-        0.15, "Fraction of the tokens to predict; 80 % of these are masked, 10 % are replaced.", above=0, below=1
-    )
-
-
-@dataclass
-class Arguments(language.Arguments):
-    """All arguments of a run."""
-
-    text: MaskingArguments
+# Fraction of the tokens to predict; 80 % of these are masked, 10 % are replaced.
+PROBABILITY = 0.15
 
 
 def parse_arguments(words: Sequence[str] | None) -> Arguments:
@@ -48,23 +34,22 @@ def parse_arguments(words: Sequence[str] | None) -> Arguments:
 
 
 class MaskedTexts(Dataset[dict[str, Tensor]]):
-    """A data set of samples with some tokens masked, at least one per sample.
+    """A data set of samples with some tokens masked, at least one per sample, and no special ones.
 
     Item `epoch * length + index` is sample `index` with the masks of that epoch.
 
     Args:
         ids: tokens `[n, length]`.
         tokenizer: with a token for masking.
-        probability: fraction of the tokens to predict; special tokens are never chosen.
         seed: draws the masks.
 
     Raises:
         ValueError: if the tokenizer has no token for masking.
     """
 
-    def __init__(self, ids: Tensor, tokenizer: Any, probability: float, seed: int) -> None:
+    def __init__(self, ids: Tensor, tokenizer: Any, seed: int) -> None:
         self.ids, self.seed = ids, seed
-        self.masker = DataCollatorForLanguageModeling(tokenizer, mlm_probability=probability)
+        self.masker = DataCollatorForLanguageModeling(tokenizer, mlm_probability=PROBABILITY)
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -85,7 +70,7 @@ OBJECTIVE = language.Objective(
     program="favor.train.mlm",
     auto_class=AutoModelForMaskedLM,
     shift=0,
-    samples=lambda ids, tokenizer, text, seed: MaskedTexts(ids, tokenizer, text.mlm_probability, seed),
+    samples=MaskedTexts,
     check=lambda model: None,
 )
 

@@ -37,7 +37,7 @@ from favor.train.common import checkpoint
 from favor.train.common.arguments import Checked, option, refuse
 from favor.train.common.lock import releases_locks
 from favor.train.common.program import DataclassParser, of_program, program
-from favor.train.speech.arguments import HUB, Arguments
+from favor.train.speech.arguments import Arguments
 from favor.train.speech.data import Utterance
 from favor.train.speech.model import CLASSES, architecture_of, saved_architecture
 from favor.train.speech.pseudo_labels import (
@@ -55,7 +55,7 @@ from favor_command.saved import check_model, load_model, load_processor, read_co
 
 NAME = "favor-nst"
 RESULTS, CHOICE, MANIFEST = "nst.json", "pseudo_labels.json", "pseudo_labels.jsonl"
-LABELS, FIT = "labels", "fit"  # folders of a generation
+LABELS = "labels"  # folder of a generation
 
 
 @dataclass(kw_only=True)
@@ -74,12 +74,6 @@ class NstArguments(Checked):
         None, "Split of unlabelled_dir. Default: all of the folder, or its only manifest."
     )
     keep: float = option(1.0, "Fraction of the pseudo-labels to train on, those with the best scores.", above=0, most=1)
-    threshold: float | None = option(
-        None, "Train only on pseudo-labels with a score above this. Default: no threshold."
-    )
-    fit_split: str | None = option(
-        None, "Transcribed split whose hypotheses the score is fitted on, as in the paper. Default: the pseudo-labels."
-    )
     beam_size: int | None = option(
         None,
         "Hypotheses that the teacher's beam search keeps. Default: 8, but 50 with a language model, and 200 if the "
@@ -142,7 +136,6 @@ class _Task:
         folder: of all results.
         unlabelled: speech without its transcripts.
         references: transcripts by id, of the utterances that have one; only for reports.
-        development: speech that the scores are fitted on; None fits them on the labels themselves.
     """
 
     nst: NstArguments
@@ -152,14 +145,10 @@ class _Task:
     folder: Path
     unlabelled: list[Utterance]
     references: dict[str, str]
-    development: list[Utterance] | None
 
 
 def _open_folder(nst: NstArguments, student: Arguments, accelerator: Accelerator) -> None:
-    """Makes sure that the run may write to its folder, as `checkpoint.open_run`, and records its settings there.
-
-    A resumed run may have another number of generations.
-    """
+    """Makes sure that the run may write to its folder, as `checkpoint.open_run`, and records its settings there."""
     folder, free = Path(nst.output_dir), ("output_dir", "generations")
     settings = {name: value for name, value in asdict(nst).items() if name not in free}
     settings |= student.settings(accelerator.num_processes)
@@ -179,36 +168,28 @@ def _clear(folder: Path) -> None:
             checkpoint.clear(old)
             if (old / checkpoint.SETTINGS).exists():
                 (old / checkpoint.RESULTS).unlink(missing_ok=True)
-            for part in (LABELS, FIT):
-                remove_labels(old / part)
+            remove_labels(old / LABELS)
 
 
 def _load(nst: NstArguments, student: Arguments, rest: list[str], accelerator: Accelerator) -> _Task:
-    """Loads the speech to label, keeps its transcripts apart, and loads the speech to fit the scores on."""
-    data, folder, development = student.data, Path(nst.output_dir), None
+    """Loads the speech to label, and keeps its transcripts apart."""
+    data, folder = student.data, Path(nst.output_dir)
+    source, prepared = nst.unlabelled_dir or data.data_dir or "", folder / "prepared" / "unlabelled"
     with accelerator.main_process_first():
-        source, prepared = nst.unlabelled_dir or data.data_dir or "", folder / "prepared"
-        options: dict[str, Any] = {"max_bad": data.limit}
         found, skipped = load_speech(
-            source, nst.unlabelled_split, prepared=prepared / "unlabelled", transcripts=False, **options
+            source, nst.unlabelled_split, prepared=prepared, transcripts=False, max_bad=data.limit
         )
-        if nst.fit_split is not None:
-            development, _ = load_speech(data.data_dir or HUB, nst.fit_split, prepared=prepared / "fit", **options)
     # Before the first teacher is trained.
-    check_files([*found, *(development or ())])
+    check_files(found)
     if skipped.reasons:
         accelerator.print(f"unlabelled: {skipped.describe()}")
     references = {utterance.id: utterance.text for utterance in found if utterance.text}
     unlabelled = [dataclasses.replace(utterance, text="") for utterance in found]
-    return _Task(nst, student, rest, accelerator, folder, unlabelled, references, development)
+    return _Task(nst, student, rest, accelerator, folder, unlabelled, references)
 
 
 def _load_teacher(folder: Path, accelerator: Accelerator) -> tuple[Any, ConformerProcessor]:
-    """Loads a saved model, in evaluation mode on this process's device, and its processor.
-
-    Raises:
-        ValueError: if the model is not one for CTC or Transducer.
-    """
+    """Loads a saved model, in evaluation mode on this process's device, and its processor."""
     config = read_config(str(folder))
     found = saved_architecture(config)
     if found is None:
@@ -220,11 +201,7 @@ def _load_teacher(folder: Path, accelerator: Accelerator) -> tuple[Any, Conforme
 
 
 def _make_scorer(nst: NstArguments, teacher: Path, model: Any, processor: ConformerProcessor) -> Scorer | None:
-    """Makes what scores the words of a teacher's search; None if nothing does.
-
-    Raises:
-        ValueError: for a teacher of phonemes without a language model, or one whose search takes no language model.
-    """
+    """Makes what scores the words of a teacher's search; None if nothing does."""
     lexicon = lexicon_of(None, teacher)
     if lexicon is not None and nst.language_model is None:
         raise ValueError(f"the tokens of {teacher} are phonemes: add --language_model, whose words are its labels")
@@ -239,19 +216,18 @@ def _label_all(task: _Task, teacher: Path, folder: Path) -> ConformerProcessor:
     identity, scorer = fingerprint(teacher), _make_scorer(nst, teacher, model, processor)
     if scorer is not None:
         identity += f", {nst.language_model}, {nst.lm_weight}, {nst.word_score}"
-    for name, utterances in ((LABELS, task.unlabelled), (FIT, task.development or [])):
-        label(
-            model,
-            processor,
-            utterances,
-            folder / name,
-            teacher=identity,
-            beam_size=nst.beam_size or (8 if scorer is None else usual_beam(scorer)),
-            scorer=scorer,
-            max_batch_seconds=student.train.per_device_train_batch_seconds,
-            num_workers=student.data.dataloader_num_workers,
-            shard=(accelerator.process_index, accelerator.num_processes),
-        )
+    label(
+        model,
+        processor,
+        task.unlabelled,
+        folder / LABELS,
+        teacher=identity,
+        beam_size=nst.beam_size or (8 if scorer is None else usual_beam(scorer)),
+        scorer=scorer,
+        max_batch_seconds=student.train.per_device_train_batch_seconds,
+        num_workers=student.data.dataloader_num_workers,
+        shard=(accelerator.process_index, accelerator.num_processes),
+    )
     accelerator.wait_for_everyone()
     return processor
 
@@ -266,9 +242,7 @@ def _choose(task: _Task, teacher: Path, folder: Path) -> None:
         selection = select(
             labels,
             processor,
-            threshold=task.nst.threshold,
             keep=task.nst.keep,
-            reference=None if task.development is None else collect(task.development, folder / FIT),
             ctc=architecture_of(model) == "ctc" or model.ctc_weight > 0,
             fastest=max(data.speeds),
             max_seconds=train.per_device_train_batch_seconds * min(data.speeds),

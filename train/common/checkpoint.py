@@ -140,7 +140,7 @@ def save_checkpoint(states: States, folder: Path, step: int) -> None:
     accelerator.wait_for_everyone()
     problem = None
     try:
-        with writing(final):
+        with _writing(final):
             partial.mkdir(parents=True, exist_ok=True)
             # First, so that a part of a checkpoint is known as ours.
             if accelerator.is_main_process and (folder / SETTINGS).exists():
@@ -199,7 +199,7 @@ def resume(states: States, folder: Path) -> Path | None:
     return None
 
 
-def is_ours(path: Path) -> bool:
+def _is_ours(path: Path) -> bool:
     """Tells whether a path has the name and the files of a checkpoint, whole or not, that `save_checkpoint` wrote."""
     if not CHECKPOINT.fullmatch(path.name):
         return False
@@ -210,7 +210,7 @@ def is_ours(path: Path) -> bool:
 
 def remove(path: Path) -> None:
     """Removes a checkpoint, or a link to one, if it exists; a folder that is not ours stays."""
-    if not is_ours(path):
+    if not _is_ours(path):
         return
     if path.is_symlink():
         path.unlink()
@@ -220,13 +220,13 @@ def remove(path: Path) -> None:
 
 def save_pretrained(folder: Path, model: Any, *others: Any) -> None:
     """Saves a model and its tokenizer or processor, as transformers does; raises OSError as `writing` does."""
-    with writing(folder):
+    with _writing(folder):
         for part in (model, *others):
             part.save_pretrained(folder)
 
 
 @contextmanager
-def writing(path: Path) -> Iterator[None]:
+def _writing(path: Path) -> Iterator[None]:
     """Raises OSError with the path and the free space if the code inside the context cannot write."""
     try:
         yield
@@ -237,7 +237,7 @@ def writing(path: Path) -> Iterator[None]:
 
 def checkpoints(folder: Path) -> list[Path]:
     """Lists the complete checkpoints of a run, oldest first."""
-    numbered = [path for path in folder.glob("checkpoint-*") if path.suffix != ".damaged" and is_ours(path)]
+    numbered = [path for path in folder.glob("checkpoint-*") if path.suffix != ".damaged" and _is_ours(path)]
     return sorted(numbered, key=lambda path: int(path.name.removeprefix("checkpoint-")))
 
 
@@ -258,7 +258,7 @@ def check_foreign(folder: Path, overwrite: bool) -> None:
         ValueError: for a checkpoint or settings of another program, or a model that would be replaced.
     """
     foreign = [path for path in sorted(folder.glob("checkpoint*")) if CHECKPOINT.fullmatch(path.name)]
-    foreign = [path for path in foreign if not is_ours(path)]
+    foreign = [path for path in foreign if not _is_ours(path)]
     if not foreign and (folder / SETTINGS).exists():
         foreign = [] if "num_processes" in read_json(folder / SETTINGS) else [folder / SETTINGS]
     if foreign:

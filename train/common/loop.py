@@ -212,11 +212,8 @@ def epochs(run: Run) -> Iterator[int]:
             yield len(run.progress.history) + 1
 
 
-def training_mode(model: torch.nn.Module) -> None:
-    """Puts a model into training mode, but for the parts that are not trained.
-
-    Statistics of batch normalisation change in training mode without any gradient.
-    """
+def _training_mode(model: torch.nn.Module) -> None:
+    """Puts a model into training mode, but for the parts that are not trained."""
     model.train()
     for module in model.modules():
         weights = [*module.parameters()]
@@ -236,7 +233,7 @@ def train_epoch(run: Run, bar: tqdm) -> None:
     # Set it on both: each loader, when it is iterated, passes its own epoch on to the sampler.
     for loader in (run.train_loader, batches):
         loader.set_epoch(epoch)
-    training_mode(run.model)
+    _training_mode(run.model)
     losses: list[torch.Tensor] = []
     clock = time.perf_counter()
     for index, batch in enumerate(batches, done):

@@ -94,18 +94,15 @@ def _yes_or_no(word: str) -> bool:
     return WORDS[word.lower()]
 
 
-def peak_memory(device: torch.device) -> int:
-    """Gives peak bytes: allocated on this process's GPU in this training, or resident in this process on a CPU.
-
-    Resident memory has its peak since the start of the process, so a later seed cannot show less than an earlier one.
-    """
+def _peak_memory(device: torch.device) -> int:
+    """Gives peak bytes: allocated on this process's GPU in this training, or resident in this process on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
-def versions() -> dict[str, str]:
+def _versions() -> dict[str, str]:
     """Gives the versions of Python and of the packages that a result depends on."""
     return {"python": platform.python_version(), **{name: version(name) for name in PACKAGES}}
 
@@ -138,7 +135,7 @@ def of_training(run: Any, model: Any) -> dict[str, Any]:
         "train_loss": statistics.fmean(progress.losses),
         "steps": progress.step,
         "seconds_per_step": statistics.median(run.seconds) if run.seconds else None,
-        "peak_memory_bytes": peak_memory(accelerator.device),
+        "peak_memory_bytes": _peak_memory(accelerator.device),
         "history": progress.history,
         "attn_implementation": backend,
         "favor": getattr(config, "favor_parts", None) or (config.favor if backend in favor.BACKENDS else None),
@@ -158,5 +155,5 @@ def of_program(module: str, words: Sequence[str] | None, arguments: dict[str, An
         "arguments": arguments,
         "command": shlex.join(["python", "-m", module, *(sys.argv[1:] if words is None else words)]),
         "num_processes": PartialState().num_processes,
-        "versions": versions(),
+        "versions": _versions(),
     }

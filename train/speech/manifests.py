@@ -281,14 +281,7 @@ def _samples(shard: Path) -> dict[str, _Sample]:
 
 
 def _add(samples: dict[str, _Sample], member: tarfile.TarInfo, shard: Path, archive: tarfile.TarFile) -> None:
-    """Adds a member to the sample of its key.
-
-    Args:
-        samples: by key.
-        member: of the tar file.
-        shard: the tar file.
-        archive: the tar file, open.
-    """
+    """Adds a member to the sample of its key."""
     folder, slash, base = member.name.removeprefix("./").rpartition("/")
     stem, _, ending = base.partition(".")
     ending = f".{ending.lower()}"

@@ -46,7 +46,7 @@ def make_processor(
     """
     given, data = arguments.model, arguments.data
     path = given.model_name_or_path
-    new_head = has_new_head(given)
+    new_head = _has_new_head(given)
     if path is not None:
         _refuse(given, _OF_CONFORMERS if new_head else (*_OF_CONFORMERS, "dropout"))
         _refuse(data, () if new_head else ("tokenizer_type", "vocab_size"))
@@ -91,16 +91,16 @@ def saved_architecture(config: PreTrainedConfig) -> str | None:
     return next((name for name, kind in kinds.items() if kind.__name__ in (config.architectures or ())), None)
 
 
-def checkpoint_type(arguments: SpeechModelArguments) -> str | None:
+def _checkpoint_type(arguments: SpeechModelArguments) -> str | None:
     """Reads the model type of the checkpoint, such as "conformer" or "whisper"; None without a checkpoint."""
     path = arguments.model_name_or_path
     found = None if path is None else PreTrainedConfig.get_config_dict(path)[0].get("model_type")
     return None if found is None else str(found)
 
 
-def has_new_head(arguments: SpeechModelArguments) -> bool:
+def _has_new_head(arguments: SpeechModelArguments) -> bool:
     """Tells whether CTC gets the encoder of a Whisper and a new head."""
-    return checkpoint_type(arguments) == WHISPER and architecture_of(arguments) == "ctc"
+    return _checkpoint_type(arguments) == WHISPER and architecture_of(arguments) == "ctc"
 
 
 def architecture_of(arguments: SpeechModelArguments) -> str:
@@ -109,7 +109,7 @@ def architecture_of(arguments: SpeechModelArguments) -> str:
     Raises:
         ValueError: if the checkpoint cannot be one of them, or only another one.
     """
-    path, found = arguments.model_name_or_path, checkpoint_type(arguments)
+    path, found = arguments.model_name_or_path, _checkpoint_type(arguments)
     possible = {WHISPER: (WHISPER, "ctc"), WhisperCTCConfig.model_type: ("ctc",)}.get(found or "")
     if possible is not None:
         if arguments.architecture not in (None, *possible):
@@ -146,14 +146,14 @@ def make_model(arguments: Arguments, processor: Any, seed: int) -> Any:
     set_seed(seed)
     if architecture == WHISPER:
         return _make_whisper(arguments, seed)
-    if has_new_head(given):
+    if _has_new_head(given):
         model = _new_whisper_ctc(given, len(processor.tokenizer))
     elif given.model_name_or_path is not None:
         changes: dict[str, Any] = {"ctc_weight": given.ctc_weight} if given.ctc_weight else {}
         if given.attn_implementation is not None:
             changes["attn_implementation"] = given.attn_implementation
         kind: Any = WhisperForCTC
-        if checkpoint_type(given) != WhisperCTCConfig.model_type:
+        if _checkpoint_type(given) != WhisperCTCConfig.model_type:
             kind = MODELS[architecture]
             changes["architectures"] = [kind.__name__]  # so that CTC can take the encoder of a Transducer
         model = load_model(kind, given.model_name_or_path, dtype=torch.float32, **changes)
@@ -181,15 +181,7 @@ def make_model(arguments: Arguments, processor: Any, seed: int) -> Any:
 
 
 def _make_whisper(arguments: Arguments, seed: int) -> WhisperForConditionalGeneration:
-    """Loads a Whisper; a FAVOR backend replaces the attention of its encoder alone.
-
-    Args:
-        arguments: all arguments of the program.
-        seed: draws the random features.
-
-    Raises:
-        ValueError: for a learning rate that destroys a pretrained model, or options of FAVOR attention without it.
-    """
+    """Loads a Whisper; a FAVOR backend replaces the attention of its encoder alone."""
     given, options, rate = arguments.model, arguments.model.favor_options(), arguments.train.learning_rate
     path, backend = str(given.model_name_or_path), given.attn_implementation
     if rate > LARGEST_RATE:

@@ -51,7 +51,7 @@ class Objective:
                     f"{option} is for Conformers, got {type(model).__name__}: leave it out. CTC on the encoder of a "
                     "Whisper streams by windows, without it"
                 )
-        self.sizes = chunk_sizes(model, processor) if given.dynamic_chunk else (1, 1)
+        self.sizes = _chunk_sizes(model, processor) if given.dynamic_chunk else (1, 1)
         if given.whisper_teacher is not None:
             self.teacher = WhisperTeacher(given.whisper_teacher, accelerator.device)
             self.module = TaughtModel(model, self.teacher.width, HIDDEN_WEIGHT)
@@ -89,12 +89,8 @@ def draw_chunks(probability: float, sizes: tuple[int, int]) -> Chunks | None:
     return Chunks(int(torch.randint(sizes[0], sizes[1] + 1, ())))
 
 
-def chunk_sizes(model: Any, processor: Any) -> tuple[int, int]:
-    """Gives the least and the greatest number of frames of a chunk.
-
-    Raises:
-        ValueError: for a model, an attention or features that do not work in chunks.
-    """
+def _chunk_sizes(model: Any, processor: Any) -> tuple[int, int]:
+    """Gives the least and the greatest number of frames of a chunk."""
     if processor.feature_extractor.normalize != "none":
         raise ValueError(
             "chunks cannot wait for the whole utterance, as the features of this model do: train a new model with "

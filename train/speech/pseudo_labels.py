@@ -260,9 +260,7 @@ def select(
     labels: Sequence[PseudoLabel],
     processor: ConformerProcessor,
     *,
-    threshold: float | None = None,
     keep: float = 1.0,
-    reference: Sequence[PseudoLabel] | None = None,
     ctc: bool = True,
     fastest: float = 1.0,
     max_seconds: float = math.inf,
@@ -273,10 +271,7 @@ def select(
     Args:
         labels: labels of one teacher.
         processor: processor of the training; transcripts must fit into their audio.
-        threshold: scores of `filter_scores` must lie above it. Default None: no threshold.
         keep: fraction of the usable labels to keep, those with the best scores; rounded, at least one. Default 1: all.
-        reference: labels of the same teacher to fit the scores on, e.g. of a development set. Default None: the usable
-            labels.
         ctc: whether equal neighbouring tokens need a blank between them, as in `needed_frames`. Default True.
         fastest: greatest speed factor of the training. Default 1.
         max_seconds: longest audio that the training takes. Default: no limit.
@@ -300,20 +295,10 @@ def select(
     if not usable:
         counts = ", ".join(f"{number} {reason}" for reason, number in Counter(dropped.values()).items())
         raise ValueError(f"no label can be used, of {len(labels)}: {counts}. Train the teacher for longer.")
-    fit = fit_scores(usable if reference is None else reference)
-    scores = filter_scores(usable, fit)
-    best = set(np.argsort(-scores, kind="stable")[: max(1, round(keep * len(usable)))].tolist())
-    kept = []
-    for place, one in enumerate(usable):
-        if threshold is not None and not scores[place] > threshold:
-            dropped[one.id] = "score not above the threshold"
-        elif place not in best:
-            dropped[one.id] = "not among the best"
-        else:
-            kept.append(one)
-    if not kept:
-        raise ValueError(f"threshold {threshold} leaves no label: the greatest score is {scores.max():.3f}. Lower it.")
-    return Selection(kept, dropped, fit)
+    fit = fit_scores(usable)
+    best = set(np.argsort(-filter_scores(usable, fit), kind="stable")[: max(1, round(keep * len(usable)))].tolist())
+    dropped |= {one.id: "not among the best" for place, one in enumerate(usable) if place not in best}
+    return Selection([one for place, one in enumerate(usable) if place in best], dropped, fit)
 
 
 def _unusable(one: PseudoLabel, max_seconds: float, lexicon: Pronunciations | None) -> str | None:

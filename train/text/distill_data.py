@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from favor.train.distill import DistillArguments
 
 IGNORED = -100  # the label of a token that is not predicted
-MASKED = 0.15
 # Samples that are not learned from, on which the error is measured.
 HELD_OUT_SAMPLES = 8
 
@@ -98,7 +97,7 @@ class Texts:
         )
         data: Dataset[dict[str, Tensor]] = Plain(self.ids, labels)
         if labels and not decoder:
-            data = MaskedTexts(self.ids, self.processor, MASKED, seed)
+            data = MaskedTexts(self.ids, self.processor, seed)
         return DataLoader(data, size, sampler=VisitSampler(len(self.ids), seed), drop_last=True)
 
     def shaped(self, batch: dict[str, Tensor], step: int) -> dict[str, Tensor]:

@@ -105,7 +105,7 @@ def label_rows(names: Sequence[str], task: Task, owner: str, way_out: str) -> tu
     )
 
 
-def set_labels(config: Any, task: Task, rows: Sequence[int]) -> None:
+def _set_labels(config: Any, task: Task, rows: Sequence[int]) -> None:
     """Writes the names of a task's labels into a config, each at its output of the head."""
     labels = dict(sorted(zip(rows, task.labels or ("score",), strict=True)))
     config.id2label = labels
@@ -158,7 +158,7 @@ def load_model(arguments: ModelArguments, task: Task, seed: int, say: Callable[[
                 remark = f"{str(error).removesuffix(f': {NEW_HEAD}')}: a new head is trained"
             if remark:
                 say(remark)
-        set_labels(config, task, rows)
+        _set_labels(config, task, rows)
 
     model = load_switched(arguments, AutoModelForSequenceClassification, seed, adapt)
     if other:  # transformers makes a new head only for another number of labels

@@ -76,7 +76,7 @@ class Objective:
         program: module that is run.
         auto_class: class of transformers for the model with its output layer.
         shift: number of places from a prediction to its label: 1 for the next token, 0 for a masked token.
-        samples: (tokens `[n, length]`, tokenizer, text arguments, seed) -> samples with labels; item
+        samples: (tokens `[n, length]`, tokenizer, seed) -> samples with labels; item
             `epoch * n + index` is sample `index` in that epoch.
         check: raises ValueError for a model that cannot learn the task.
     """
@@ -84,7 +84,7 @@ class Objective:
     program: str
     auto_class: Any
     shift: int
-    samples: Callable[[Tensor, Any, Any, int], Samples]
+    samples: Callable[[Tensor, Any, int], Samples]
     check: Callable[[PreTrainedModel], None]
 
 
@@ -152,8 +152,8 @@ def make_loaders(
         ids, held_out = ids[held:], ids[:held][: text.max_eval_samples]
     else:
         held_out = samples(text.validation_file, tokenizer, text.max_length, text.max_eval_samples)
-    data = objective.samples(ids, tokenizer, text, seed)
-    fixed = objective.samples(held_out, tokenizer, text, 0)
+    data = objective.samples(ids, tokenizer, seed)
+    fixed = objective.samples(held_out, tokenizer, 0)
     sampler = VisitSampler(len(ids), seed)
     return (
         DataLoader(data, train.per_device_train_batch_size, sampler=sampler),

@@ -240,7 +240,7 @@ def test_a_folder_with_a_run_is_not_written_over_by_accident(whole, corpus, teac
 
 
 def test_a_new_start_keeps_what_no_run_wrote(tmp_path):
-    run = ["nst.json", "gen_1/settings.json", "gen_1/labels/labels.part-0.jsonl", "gen_1/fit/labels.part-1.jsonl"]
+    run = ["nst.json", "gen_1/settings.json", "gen_1/labels/labels.part-0.jsonl", "gen_1/labels/labels.part-1.jsonl"]
     results = ["gen_1/all_results.json", "gen_1/checkpoint-3/settings.json"]
     others = ["gen_ideas/all_results.json", "gen_2/all_results.json", "gen_1/notes.txt", "gen_1/labels/mine.jsonl"]
     for name in (*run, *results, *others):
@@ -251,28 +251,19 @@ def test_a_new_start_keeps_what_no_run_wrote(tmp_path):
     assert left == {*others, "gen_1/settings.json"}
 
 
-def test_overwriting_another_fit_and_a_threshold(corpus, teacher, tmp_path, capsys):
+def test_starting_again_with_a_manifest_of_the_user(corpus, teacher, tmp_path, capsys):
     start(corpus, teacher, tmp_path, generations=1, keep=0.2)
     old = (tmp_path / "gen_1" / "pseudo_labels.jsonl").read_text()
-    values = {"generations": 1, "keep": 1, "threshold": -0.1, "fit_split": "dev"}
-    values["extra_manifests"] = corpus / "dev.jsonl"
+    values = {"generations": 1, "keep": 1, "extra_manifests": corpus / "dev.jsonl"}
     capsys.readouterr()
     results = start(corpus, teacher, tmp_path, "--overwrite_output_dir", **values)
     choice = results["generations"][1]["pseudo_labels"]
-    _, development = labels_in(tmp_path / "gen_1", "fit")
-    fit = pseudo_labels.fit_scores(development)
-    assert len(development) == 6
-    assert list(choice["fit"].values()) == pytest.approx([fit.mu, fit.beta, fit.sigma])
-    kept = (tmp_path / "gen_1" / "pseudo_labels.jsonl").read_text()
-    assert kept != old
-    # The user's own manifest is trained on as well.
+    assert (tmp_path / "gen_1" / "pseudo_labels.jsonl").read_text() != old
     assert results["generations"][1]["utterances"]["train"] == 24 + 6 + choice["kept"]
     table = capsys.readouterr().out.split("\n\n")[-1].splitlines()
     assert re.split(r"\s\s+", table[0].strip())[-2:] == ["dev_wer", "dev_cer"]
-    wer = results["generations"][1]["metrics"]["dev_wer"]
-    expected = ["1", "10", str(choice["kept"]), str(10 - choice["kept"])]
-    assert table[2].split()[:4] == expected
-    assert table[2].split()[-2] == f"{wer:.2f}"
+    assert table[2].split()[:4] == ["1", "10", str(choice["kept"]), str(10 - choice["kept"])]
+    assert table[2].split()[-2] == f"{results['generations'][1]['metrics']['dev_wer']:.2f}"
     assert table[1].split()[:4] == ["0", "-", "-", "-"]
 
 

@@ -230,27 +230,9 @@ def test_the_best_are_kept(processor):
         chosen = select(labels, processor, keep=keep)
         assert "".join(one.id[1] for one in chosen.kept) == expected
         assert chosen.counts() == ({"not among the best": 6 - len(expected)} if keep < 1 else {})
-    # Their mean is -4.5; at 4 tokens sigma sqrt(4) is the deviation of all.
-    deviation = np.std([5, 1, 3, 9, 2, 7])
-    above = select(labels, processor, threshold=(4.5 - 2.5) / deviation)
-    assert [one.id for one in above.kept] == ["u1", "u4"]
-    assert above.counts() == {"score not above the threshold": 4}
-    both = select(labels, processor, threshold=0, keep=0.34)
-    assert [one.id for one in both.kept] == ["u1", "u4"]
-    assert both.counts() == {"score not above the threshold": 3, "not among the best": 1}
-    with pytest.raises(ValueError, match=r"threshold 3 leaves no label: the greatest score is 1\.2"):
-        select(labels, processor, threshold=3)
     for keep in (0, 1.1):
         with pytest.raises(ValueError, match="keep must be a fraction"):
             select(labels, processor, keep=keep)
-
-
-def test_scores_may_be_fitted_on_other_labels(processor):
-    labels, reference = made((-4, 4), (-8, 4), (-12, 4)), made((-7, 4), (-9, 4), (0, 0))
-    # Of the reference: mean -8 at 4 tokens, residuals +-1, sigma 1/2; so scores 4, 0 and -4.
-    chosen = select(labels, processor, threshold=3.9, reference=reference)
-    assert [one.id for one in chosen.kept] == ["u0"]
-    np.testing.assert_allclose(filter_scores(labels, chosen.fit), [4, 0, -4], atol=1e-9)
 
 
 def test_what_no_training_can_use_is_dropped_first(processor):

@@ -149,7 +149,7 @@ def test_a_model_of_chunks_is_evaluated_in_chunks_and_streams(train, corpus, tmp
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"dynamic_chunk": 1.5}, "dynamic_chunk must be from 0 to 1, got 1.5"),
+        ({"dynamic_chunk": 1.5}, "dynamic_chunk must be at least 0 and at most 1"),
         ({"dynamic_chunk": 0.5, "causal": ""}, "a causal model streams without them"),
         (
             {"dynamic_chunk": 0.5, "attn_implementation": "favor#"},
