@@ -11,7 +11,6 @@ softmax_bound` needs. The output folder gets the model, its tokenizer and `all_r
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -20,17 +19,10 @@ from torch.utils.data import Dataset
 from transformers import AutoModelForMaskedLM, DataCollatorForLanguageModeling
 
 from favor.train.common.loop import mix
-from favor.train.common.program import program
 from favor.train.text import language
-from favor.train.text.language import Arguments
 
 # Fraction of the tokens to predict; 80 % of these are masked, 10 % are replaced.
 PROBABILITY = 0.15
-
-
-def parse_arguments(words: Sequence[str] | None) -> Arguments:
-    """Parses the arguments; ends the program for bad ones, raises ValueError for values that cannot be used."""
-    return Arguments.parse(words, __doc__, "favor-mlm")
 
 
 class MaskedTexts(Dataset[dict[str, Tensor]]):
@@ -67,7 +59,7 @@ class MaskedTexts(Dataset[dict[str, Tensor]]):
 
 
 OBJECTIVE = language.Objective(
-    program="favor.train.mlm",
+    name="mlm",
     auto_class=AutoModelForMaskedLM,
     shift=0,
     samples=MaskedTexts,
@@ -75,19 +67,7 @@ OBJECTIVE = language.Objective(
 )
 
 
-def main(argv: list[str] | None = None) -> dict[str, Any]:
-    """Trains and returns what `all_results.json` holds.
-
-    Args:
-        argv: the command line without the program's name. Default None: `sys.argv`.
-
-    Raises:
-        ValueError: for arguments or files that cannot be used; the message says which and why.
-    """
-    return language.run_program(parse_arguments(argv), OBJECTIVE, argv)
-
-
-cli = program("favor-mlm", main)
+parse_arguments, main, cli = language.programs(OBJECTIVE, __doc__)
 
 if __name__ == "__main__":
     cli()

@@ -29,7 +29,7 @@ from favor.train.common.arguments import (
 from favor.train.common.lock import releases_locks
 from favor.train.common.loop import VisitSampler
 from favor.train.common.pretrained import check_positions, load_switched, load_tokenizer, make_optimizer
-from favor.train.common.program import describe, load_line, of_program, of_training
+from favor.train.common.program import describe, load_line, of_program, of_training, program
 from favor.train.text.samples import check_text, samples
 from favor_command.saved import check_model
 
@@ -73,7 +73,7 @@ class Objective:
     """Describes the task that a model learns.
 
     Attributes:
-        program: module that is run.
+        name: of the program, `favor.train.NAME`.
         auto_class: class of transformers for the model with its output layer.
         shift: number of places from a prediction to its label: 1 for the next token, 0 for a masked token.
         samples: (tokens `[n, length]`, tokenizer, seed) -> samples with labels; item
@@ -81,7 +81,7 @@ class Objective:
         check: raises ValueError for a model that cannot learn the task.
     """
 
-    program: str
+    name: str
     auto_class: Any
     shift: int
     samples: Callable[[Tensor, Any, int], Samples]
@@ -231,16 +231,7 @@ def train_model(
 
 @releases_locks
 def run_program(arguments: Arguments, objective: Objective, words: Sequence[str] | None) -> dict[str, Any]:
-    """Trains and returns what `all_results.json` holds.
-
-    Args:
-        arguments: all arguments of the program.
-        objective: the task that the model learns.
-        words: the command line without the program's name. None: that of this process.
-
-    Raises:
-        ValueError: for arguments or files that cannot be used; the message says which and why.
-    """
+    """Trains and returns what `all_results.json` holds, which has the command line, `words`."""
     train, folder = arguments.train, Path(arguments.train.output_dir)
     accelerator = Accelerator(mixed_precision=train.mixed_precision)
     seed = DEFAULT_SEED if train.seed is None else train.seed
@@ -254,8 +245,38 @@ def run_program(arguments: Arguments, objective: Objective, words: Sequence[str]
         return checkpoint.read_json(folder / checkpoint.RESULTS)
     checkpoint.start_run(folder, settings, train.overwrite_output_dir)
     run, model = train_model(arguments, objective, seed, folder)
-    results = of_training(run, model) | of_program(objective.program, words, arguments.to_dict() | {"seed": seed})
+    results = of_training(run, model) | of_program(
+        f"favor.train.{objective.name}", words, arguments.to_dict() | {"seed": seed}
+    )
     results |= {"metrics": run.progress.history[-1]["metrics"], "metrics_before": run.progress.before}
     if accelerator.is_main_process:
         checkpoint.write_json(folder / checkpoint.RESULTS, results)
     return results
+
+
+def programs(
+    objective: Objective, text: str | None
+) -> tuple[Callable[[Sequence[str] | None], Arguments], Callable[..., dict[str, Any]], Callable[[], None]]:
+    """Makes the functions `parse_arguments`, `main` and `cli` of the program for a task.
+
+    Args:
+        objective: the task that the model learns.
+        text: the docstring of the program.
+    """
+
+    def parse_arguments(words: Sequence[str] | None) -> Arguments:
+        """Parses the arguments; ends the program for bad ones, raises ValueError for values that cannot be used."""
+        return Arguments.parse(words, text, f"favor-{objective.name}")
+
+    def main(argv: list[str] | None = None) -> dict[str, Any]:
+        """Trains and returns what `all_results.json` holds.
+
+        Args:
+            argv: the command line without the program's name. Default None: `sys.argv`.
+
+        Raises:
+            ValueError: for arguments or files that cannot be used; the message says which and why.
+        """
+        return run_program(parse_arguments(argv), objective, argv)
+
+    return parse_arguments, main, program(f"favor-{objective.name}", main)
