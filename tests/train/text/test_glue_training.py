@@ -63,7 +63,7 @@ def test_learns_a_learnable_task_and_says_so_everywhere(classifier, glue_folder)
         assert text in card
     assert str(classifier.folder.parent) not in card
     assert head["license"] == "unknown"  # the base model has no card that says it
-    assert "deviation" not in card  # of one seed
+    assert "one seed" in card
 
 
 BACKEND = {"attn_implementation": "favor+", "num_features": 8, "exact_below": 0}
