@@ -53,9 +53,8 @@ class EvaluationArguments:
     model_name_or_path: str = field(metadata={"help": "Folder or hub name of a model saved with its processor."})
     output_dir: str = field(metadata={"help": "Folder of all results."})
     data_dir: str | None = option(
-        None, f"LibriSpeech's folder, or one with manifests or tar shards. Default: {HUB} on the hub."
+        None, f"LibriSpeech, a folder with manifests or tar shards, or NAME[:CONFIGURATION] of the hub. Default: {HUB}."
     )
-    dataset_config_name: str | None = option(None, "Configuration of a hub data set: clean, other or all.")
     eval_splits: list[str] = field(default_factory=lambda: ["dev"], metadata={"help": "Splits to transcribe."})
     beam_size: int | None = option(
         None,
@@ -77,7 +76,6 @@ class EvaluationArguments:
     left_chunks: int | None = option(None, "Chunks seen before each chunk, with exact attention. Default: all.")
     max_eval_samples: int | None = option(None, "Utterances per split, evenly spaced over its order. Default: all.")
     max_bad: float = option(0.0, "Most unusable utterances to leave out: a number, or below 1 a fraction of all.")
-    resample: bool = option(False, "Convert audio of other sampling rates than the model's instead of refusing it.")
     seed: int | None = option(None, "Seed of the random features. Default: the model's own.")
     device: str | None = option(None, "Device of the model. Default: cuda if there is a GPU, else cpu.")
 
@@ -138,7 +136,6 @@ def recognise(
     chunks: Chunks | None = None,
     lexicon: Pronunciations | None = None,
     batch_seconds: float = 200.0,
-    resample: bool = False,
 ) -> tuple[list[str], float]:
     """Transcribes utterances.
 
@@ -151,13 +148,12 @@ def recognise(
         chunks: in which a Conformer hears, as in a stream. Default None: whole utterances.
         lexicon: pronunciations of words, if the tokens are phonemes. Default None: they are not.
         batch_seconds: seconds of audio per forward pass, padding included. Default 200.
-        resample: whether audio of another rate is resampled. Default False.
 
     Returns:
         One text per utterance, in order, and the seconds of reading and decoding the files, features, model and search
         together.
     """
-    loader = evaluation_loader(utterances, processor, batch_seconds, resample=resample)
+    loader = evaluation_loader(utterances, processor, batch_seconds)
     texts = [""] * len(utterances)
     start = time.perf_counter()
     with evaluating(model):
@@ -207,7 +203,7 @@ def evaluate_split(
         frame = model.config.samples_per_frame / processor.feature_extractor.sampling_rate
         chunks = Chunks.lasting(arguments.chunk_seconds, frame, arguments.left_chunks)
         check_chunks(model.encoder, chunks)
-    options: dict[str, Any] = {"lexicon": lexicon, "chunks": chunks, "resample": arguments.resample}
+    options: dict[str, Any] = {"lexicon": lexicon, "chunks": chunks}
     options["batch_seconds"] = arguments.per_device_eval_batch_seconds
     # Do not time what runs once per process, such as compiling a kernel.
     recognise(model, processor, sorted(utterances, key=lambda u: u.seconds or 0)[:1], **options)
@@ -287,8 +283,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "chunks": None if arguments.chunk_seconds is None else f"{arguments.chunk_seconds:g} s, {before} before each",
         "splits": {},
     }
-    options = {"config": arguments.dataset_config_name, "max_bad": max_bad, "resample": arguments.resample}
-    options["sampling_rate"] = processor.feature_extractor.sampling_rate
+    options = {"max_bad": max_bad, "sampling_rate": processor.feature_extractor.sampling_rate}
     for split in arguments.eval_splits:
         utterances, skipped = load_speech(arguments.data_dir or HUB, split, prepared=folder / "prepared", **options)
         utterances = evenly_spaced(utterances, arguments.max_eval_samples)

@@ -12,8 +12,8 @@ from favor.models.bert import PerformerBertConfig, PerformerBertForMaskedLM
 from favor.models.conformer import ConformerConfig, ConformerForCTC
 
 ROOT = Path(__file__).parent.parent
-EXTRA_PACKAGES = ["sklearn", "matplotlib", "datasets", "evaluate", "accelerate", "sentencepiece", "soundfile", "jiwer"]
-EXTRA_PACKAGES += ["tensorboard", "scipy", "flashlight"]
+EXTRA_PACKAGES = ["sklearn", "matplotlib", "datasets", "accelerate", "sentencepiece", "soundfile", "jiwer"]
+EXTRA_PACKAGES += ["scipy", "flashlight"]
 WITHOUT = """
 import importlib, json, sys
 import torch, transformers, transformers.masking_utils, transformers.cache_utils
@@ -65,7 +65,7 @@ for name in programs:
 NEEDED = [
     ("accelerate", "favor.train.glue", "train"),
     ("datasets", "favor.train.mlm", "train"),
-    ("evaluate", "favor.train.distill", "train"),
+    ("datasets", "favor.train.distill", "train"),
     ("jiwer", "favor.train.asr", "speech"),
     ("soundfile", "favor.train.nst", "speech"),
     ("matplotlib", "favor.eval.speed.__main__", "eval"),

@@ -2,8 +2,9 @@
 
 import ast
 import contextlib
+import tempfile
 from pathlib import Path
-from types import SimpleNamespace
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from favor.models.speech import ConformerProcessor
 from favor.models.whisper_ctc import WhisperCTCConfig, WhisperCTCFeatureExtractor, WhisperForCTC
 from favor.train import distill
 from favor.train.speech import pseudo_labels
+from favor.train.speech.data import Utterance
 
 IDS = torch.arange(12).view(2, 6)
 SIZES = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8, "vocab_size": 16}
@@ -47,10 +49,14 @@ def recognising():
 
 def labelling():
     model, processor = speech(ConformerForCTC)
-    utterance = SimpleNamespace(id="a", place="a.wav", seconds=1.0)
-    return model, lambda: list(
-        pseudo_labels._transcribed(model, processor, [utterance], batches(), 2, None, show=False)
-    )
+    folder = Path(tempfile.mkdtemp())
+    heard = [Utterance("a", "", folder / "a.wav", 1.0)]
+
+    def call():
+        with patch.object(pseudo_labels, "evaluation_loader", batches):  # that of torch draws a seed
+            pseudo_labels.label(model, processor, heard, folder / "labels", teacher="t", beam_size=2)
+
+    return model, call
 
 
 def batches(*_args, **_options):

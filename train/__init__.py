@@ -3,4 +3,4 @@
 from favor._parts import check_root, needs
 
 check_root(__name__, __file__)
-needs("train", "accelerate", "datasets", "evaluate", "sklearn", "scipy")
+needs("train", "accelerate", "datasets", "sklearn", "scipy")

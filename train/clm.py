@@ -11,23 +11,12 @@ earlier tokens. The output folder gets the model, its tokenizer and `all_results
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Sequence
-from typing import Any
-
 from torch import Tensor
 from torch.utils.data import Dataset
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from favor.integrations.layer import attention_modules, decodes_or_is_causal
-from favor.train.common.program import program
 from favor.train.text import language
-from favor.train.text.arguments import Arguments
-
-
-def parse_arguments(words: Sequence[str] | None) -> Arguments:
-    """Parses the arguments; ends the program for bad ones, raises ValueError for values that cannot be used."""
-    return Arguments.parse(words, __doc__, "favor-clm")
 
 
 class Texts(Dataset[dict[str, Tensor]]):
@@ -58,27 +47,15 @@ def check_causal(model: PreTrainedModel) -> None:
 
 
 OBJECTIVE = language.Objective(
-    program="favor.train.clm",
+    name="clm",
     auto_class=AutoModelForCausalLM,
     shift=1,
-    samples=lambda ids, tokenizer, text, seed: Texts(ids),
+    samples=lambda ids, tokenizer, seed: Texts(ids),
     check=check_causal,
 )
 
 
-def main(argv: list[str] | None = None) -> dict[str, Any]:
-    """Trains and returns what `all_results.json` holds.
-
-    Args:
-        argv: the command line without the program's name. Default None: `sys.argv`.
-
-    Raises:
-        ValueError: for arguments or files that cannot be used; the message says which and why.
-    """
-    return language.run_program(parse_arguments(argv), OBJECTIVE, sys.argv[1:] if argv is None else argv)
-
-
-cli = program("favor-clm", main)
+parse_arguments, main, cli = language.programs(OBJECTIVE, __doc__)
 
 if __name__ == "__main__":
     cli()

@@ -27,11 +27,9 @@ from __future__ import annotations
 import copy
 import heapq
 import json
-import shlex
-import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import MISSING, asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -49,30 +47,22 @@ from favor.integrations.adapt.observe import Observation, observe
 from favor.integrations.layer import attention_modules, decodes, layer_options, stored_choice
 from favor.integrations.modules import evaluating
 from favor.integrations.stored import fix_directions, store_parameters, train_directions, update_choices
-from favor.train.common import checkpoint, loop, report
-from favor.train.common.arguments import (
-    FREE,
-    PRECISIONS,
-    RunArguments,
-    check_choice,
-    check_positive,
-    option,
-)
-from favor.train.common.average import weight_average
+from favor.train.common import checkpoint, loop
+from favor.train.common.arguments import FREE, FolderArguments, RunArguments, option, refuse
 from favor.train.common.lock import releases_locks
-from favor.train.common.pretrained import check_model, check_positions, load_exact
-from favor.train.common.program import DataclassParser, did_you_mean, program
-from favor.train.common.teacher import Teacher, relative_squared_error
-from favor.train.text.attention_student import AttentionStudent
+from favor.train.common.pretrained import check_positions, load_exact
+from favor.train.common.program import DataclassParser, load_line, of_program, program
+from favor.train.common.teacher import AttentionStudent, Teacher, relative_squared_error
 from favor.train.text.distill_data import Texts
 from favor.train.text.samples import check_text
 from favor_command.program import in_one_line
-from favor_command.saved import load_processor
+from favor_command.saved import check_model, load_processor
 
 if TYPE_CHECKING:
-    from favor.train.speech.distill_data import Sounds
+    from favor.train.speech.loaders import Sounds
 
 NAME = "favor.train.distill"
+STAGES = ("attention", "model")  # folders of their checkpoints
 # Samples from which the closed form is computed.
 CALIBRATION_SAMPLES = 8
 # Peak learning rates in the attention steps: of the corrections, and of the directions of each head.
@@ -83,18 +73,19 @@ MODEL_DIRECTIONS_LEARNING_RATE = 5e-3
 WARMUP_RATIO = 0.1
 
 
-@dataclass
-class DistillArguments:
+@dataclass(kw_only=True)
+class DistillArguments(FolderArguments):
     """Model, text, attention and schedule."""
 
-    model_name_or_path: str = field(metadata={"help": "Hub name or folder of a pretrained model."})
-    output_dir: str = field(metadata={"help": "Folder of the distilled model."})
+    model_name_or_path: str = option(MISSING, "Hub name or folder of a pretrained model.")
     train_file: str | None = option(None, "Text to learn from: UTF-8, plain, .gz or .xz.")
     audio_dir: str | None = option(
         None, "Instead of a text: recordings, in LibriSpeech's layout, with manifests, or a folder of audio files."
     )
     split: str | None = option(None, "Split of audio_dir; several are joined by +. Default: all of the folder.")
-    attn_implementation: str = option("favor#", "FAVOR backend: favor#, favor++, favor+ or landmark.")
+    attn_implementation: str = option(
+        "favor#", "FAVOR backend: favor#, favor++, favor+ or landmark.", choices=registry.BACKENDS
+    )
     num_features: int = option(256, "Random features, or means of landmarks in encoders, per head.")
     features: str | None = option(None, "Features of favor#. Default wderf.")
     window: int = option(0, "Tokens of a block in which attention is exact; 0: none. Not for landmark.")
@@ -109,21 +100,25 @@ class DistillArguments:
     flop_budget: float = option(
         0.5, "Operations of attention, as a fraction of those of exact attention, for --layers auto."
     )
-    max_length: int = option(512, "Tokens of a sample.")
-    lengths: list[int] | None = field(
-        default=None, metadata={"help": "Tokens of the samples of a step, drawn from these. Default: max_length."}
+    max_length: int = option(512, "Tokens of a sample.", above=0)
+    lengths: list[int] | None = option(
+        None, "Tokens of the samples of a step, drawn from these. Default: max_length.", above=0
     )
     pair_probability: float = option(
         0.0,
         "Part of the samples that are two texts, as in tasks on pairs of sentences: the second begins inside the first "
         "or right after it, and shares words with it.",
+        least=0,
+        most=1,
     )
-    per_device_train_batch_size: int = option(2, "Samples per process and step.")
+    per_device_train_batch_size: int = option(2, "Samples per process and step.", above=0)
     feature_weights: bool = option(
         False, "Learn weights of the features (with favor#, also parameters that go with them)."
     )
     attention_steps: int | None = option(
-        None, "Steps of learning the parameters of the estimator. Default 300; none with feature_weights or landmarks."
+        None,
+        "Steps of learning the parameters of the estimator. Default 300; none with feature_weights or landmarks.",
+        least=0,
     )
     learn_directions: bool = option(
         True, "The attention steps also learn the directions of each head, in the place of random ones."
@@ -133,89 +128,73 @@ class DistillArguments:
         "After the attention steps, this many key heads of the whole model keep exact attention, with their query "
         "heads: those that are estimated worst on the calibration samples. A decoder with exact heads cannot run with "
         "a cache of constant size.",
+        least=0,
     )
-    model_steps: int = option(0, "Steps that train the whole model to match the exact one. Default 0: none.")
+    model_steps: int = option(0, "Steps that train the whole model to match the exact one. Default 0: none.", least=0)
     model_learning_rate: float = option(2e-5, "Peak learning rate of the model steps.")
-    hidden_weight: float = option(1.0, "Weight of the relative squared error of the hidden states in the model steps.")
-    logits_weight: float = option(1.0, "Weight of the divergence of predictions, if the model makes any.")
+    hidden_weight: float = option(
+        1.0, "Weight of the relative squared error of the hidden states in the model steps.", least=0
+    )
+    logits_weight: float = option(1.0, "Weight of the divergence of predictions, if the model makes any.", least=0)
     task_weight: float = option(
-        0.0, "Weight of the model's own loss: next words, or masked ones (15 %), which the teacher sees masked too."
+        0.0,
+        "Weight of the model's own loss: next words, or masked ones (15 %), which the teacher sees masked too.",
+        least=0,
     )
-    ema_decay: float = option(0.0, "Decay of an average of the weights in the model steps, which is saved; 0: none.")
-    mixed_precision: str | None = option(
-        None,
-        "no, fp16 or bf16, of the model and of its exact self; parameters of the features are learned in float32. "
-        "Default: that of accelerate launch, else no.",
+    ema_decay: float = option(
+        0.0, "Decay of an average of the weights in the model steps, which is saved; 0: none.", least=0, below=1
     )
-    seed: int = option(0, "Seed of the order of samples, dropout and random features.")
-    checkpointing_steps: int | None = option(None, "Optimizer steps between checkpoints. Default: no checkpoints.")
-    resume: bool = option(False, "Continue from the last checkpoint; steps that are done are not run again.")
-    overwrite_output_dir: bool = option(
-        False, "Start again in a folder that holds a run; its checkpoints and results are deleted."
-    )
+    seed: int = option(0, "Seed of the order of samples, dropout and random features.")  # type: ignore[assignment]
 
     def __post_init__(self) -> None:
-        """Checks what argparse cannot; raises ValueError."""
-        check_positive(self, "max_length", "per_device_train_batch_size", "checkpointing_steps")
-        check_choice(self, "mixed_precision", PRECISIONS)
-        if (self.train_file is None) == (self.audio_dir is None):
-            raise ValueError("give a text, train_file, or recordings, audio_dir: one of them")
-        of_text = ("lengths", "pair_probability", "task_weight")
-        if self.audio_dir is not None and any(getattr(self, name) for name in of_text):
-            raise ValueError(f"{', '.join(of_text)} are for text: leave them out with audio_dir")
-        if self.audio_dir is None and self.split is not None:
-            raise ValueError("split is of recordings: add audio_dir")
-        if self.lengths is not None and (min(self.lengths) < 1 or max(self.lengths) > self.max_length):
-            raise ValueError(f"lengths must be between 1 and max_length, {self.max_length}, got {self.lengths}")
-        if not 0 <= self.pair_probability <= 1:
-            raise ValueError(f"pair_probability must be between 0 and 1, got {self.pair_probability}")
-        for name in ("hidden_weight", "logits_weight", "task_weight"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name} must not be negative, got {getattr(self, name)}")
-        if self.model_steps and not (self.hidden_weight or self.logits_weight):
-            raise ValueError(
-                "hidden_weight and logits_weight are both 0, so nothing of the exact model is matched: set one above "
-                "0, or train on text with favor.train.mlm or favor.train.clm"
-            )
-        if not 0 <= self.ema_decay < 1:
-            raise ValueError(f"ema_decay must be at least 0 and less than 1, got {self.ema_decay}")
-        if self.feature_weights and self.attention_steps:
-            raise ValueError(
-                "feature_weights learns calibrated parameters for fixed directions: leave out attention_steps"
-            )
-        if self.attn_implementation not in registry.BACKENDS:
-            known = ", ".join(registry.BACKENDS)
-            raise ValueError(
-                f"attn_implementation must be one of {known}; got {self.attn_implementation!r}"
-                + did_you_mean(self.attn_implementation, registry.BACKENDS)
-            )
-        landmarks = self.family.selects_keys
-        if landmarks and (self.attention_steps or self.feature_weights):
-            raise ValueError(
-                "landmarks have no parameters to learn: leave out attention_steps and feature_weights; model_steps "
-                "trains the model"
-            )
+        """Checks the values, also together; raises ValueError."""
+        super().__post_init__()
+        landmarks, weights = self.family.selects_keys, self.feature_weights
         if self.attention_steps is None:
-            self.attention_steps = 0 if self.feature_weights or landmarks else 300
-        for name in ("attention_steps", "model_steps", "exact_heads"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name} must not be negative, got {getattr(self, name)}")
-        if self.exact_heads and (landmarks or self.feature_weights):
-            raise ValueError(
+            self.attention_steps = 0 if weights or landmarks else 300
+        steps, exact, heard = self.attention_steps, self.exact_heads, self.audio_dir is not None
+        of_text = ("lengths", "pair_probability", "task_weight")
+        learns = self.family.needs_statistics or weights or (self.learn_directions and steps)
+        refuse(
+            ((self.train_file is not None) == heard, "give a text, train_file, or recordings, audio_dir: one of them"),
+            (
+                heard and any(getattr(self, name) for name in of_text),
+                f"{', '.join(of_text)} are for text: leave them out with audio_dir",
+            ),
+            (self.split is not None and not heard, "split is of recordings: add audio_dir"),
+            (
+                max(self.lengths or [0]) > self.max_length,
+                f"lengths must be at most max_length, {self.max_length}, got {self.lengths}",
+            ),
+            (
+                self.model_steps and not (self.hidden_weight or self.logits_weight),
+                "hidden_weight and logits_weight are both 0, so nothing of the exact model is matched: set one above "
+                "0, or train on text with favor.train.mlm or favor.train.clm",
+            ),
+            (
+                landmarks and (steps or weights),
+                "landmarks have no parameters to learn: leave out attention_steps and feature_weights; model_steps "
+                "trains the model",
+            ),
+            (
+                weights and steps,
+                "feature_weights learns calibrated parameters for fixed directions: leave out attention_steps",
+            ),
+            (
+                exact and (landmarks or weights or not steps),
                 "exact_heads are chosen after the attention steps, which landmarks and feature_weights do not have: "
-                "leave exact_heads out"
-            )
-        if self.exact_heads and not self.attention_steps:
-            raise ValueError("exact_heads are chosen after the attention steps: set attention_steps above 0")
-        if self.exact_heads and self.layers == "auto":
-            raise ValueError("layers auto chooses exact heads itself: leave exact_heads out, or set layers to all")
-        directions = self.learn_directions and self.attention_steps
-        learns = self.family.needs_statistics or self.feature_weights or directions
-        if not landmarks and not (learns and self.family.supports_window):
-            raise ValueError(
+                "leave exact_heads out, or set attention_steps above 0",
+            ),
+            (
+                exact and self.layers == "auto",
+                "layers auto chooses exact heads itself: leave exact_heads out, or set layers to all",
+            ),
+            (
+                not landmarks and not (learns and self.family.supports_window),
                 "attn_implementation must be favor#, favor++ or landmark, or favor+ with learn_directions or "
-                f"feature_weights, got {self.attn_implementation!r}"
-            )
+                f"feature_weights, got {self.attn_implementation!r}",
+            ),
+        )
 
     @property
     def family(self) -> Any:
@@ -224,24 +203,8 @@ class DistillArguments:
 
     def settings(self, num_processes: int) -> dict[str, Any]:
         """Gives the options that the result depends on."""
-        return {name: value for name, value in asdict(self).items() if name not in FREE} | {
-            "num_processes": num_processes
-        }
-
-    def of_stage(self, folder: str, steps: int, learning_rate: float, warmup_ratio: float) -> RunArguments:
-        """Gives the arguments of one stage as a training of its own."""
-        return RunArguments(
-            output_dir=folder,
-            learning_rate=learning_rate,
-            weight_decay=0.0,
-            max_train_steps=steps,
-            lr_scheduler_type="cosine",
-            warmup_ratio=warmup_ratio,
-            mixed_precision=self.mixed_precision,
-            seed=self.seed,
-            checkpointing_steps=self.checkpointing_steps,
-            resume=self.resume,
-        )
+        kept = {name: value for name, value in asdict(self).items() if name not in FREE}
+        return kept | {"num_processes": num_processes}
 
     def options(self) -> dict[str, Any]:
         """Gives the options of the backend."""
@@ -252,24 +215,6 @@ class DistillArguments:
 def parse_arguments(words: Sequence[str] | None) -> DistillArguments:
     """Parses the arguments; ends the program for bad ones, raises ValueError for values that cannot be used."""
     return DataclassParser(NAME, __doc__, [DistillArguments]).parse(words)[0]
-
-
-RESULTS = checkpoint.RESULTS
-
-
-class Curve:
-    """The losses of a stage, one of each step, as a part of its checkpoints."""
-
-    def __init__(self) -> None:
-        self.losses: list[float] = []
-
-    def state_dict(self) -> dict[str, Any]:
-        """Gives the losses."""
-        return {"losses": self.losses}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Takes over saved losses."""
-        self.losses[:] = state["losses"]
 
 
 def layers_of(
@@ -308,7 +253,7 @@ class Distillation:
         path, processes = arguments.model_name_or_path, accelerator.num_processes
         self.whole = load_exact(path, performer=True).to(accelerator.device)
         if arguments.audio_dir is not None:
-            from favor.train.speech.distill_data import Sounds, encoder_of  # its packages are those of another extra
+            from favor.train.speech.loaders import Sounds, encoder_of  # its packages are those of another extra
 
             self.model = encoder_of(self.whole)
             self.data: Texts | Sounds = Sounds(arguments, processes)
@@ -394,9 +339,9 @@ class Distillation:
                 model(**batch)
             return prepared(seen, step)
 
+        directions = {"params": list(student.directions.values()), "lr": DIRECTIONS_LEARNING_RATE}
         groups: list[dict[str, Any]] = [{"params": list(student.layers.values())}]
-        if arguments.learn_directions:
-            groups.append({"params": list(student.directions.values()), "lr": DIRECTIONS_LEARNING_RATE})
+        groups += [directions] if arguments.learn_directions else []
         optimizer = torch.optim.Adam(groups, lr=ATTENTION_LEARNING_RATE)
         with observe(model, seen.append):
             losses, _ = self._stage("attention", arguments.attention_steps, student, optimizer, loss)
@@ -462,34 +407,32 @@ class Distillation:
         loss: Callable[[Any, dict[str, Tensor], int], Tensor],
     ) -> tuple[list[float], Any]:
         """Trains a module for some steps; returns the loss of every step, and the trained module or its average."""
-        arguments, accelerator, folder = self.arguments, self.accelerator, self.folder / name
+        given, accelerator, folder = self.arguments, self.accelerator, self.folder / name
         is_model = name == "model"
-        rate, warmup = optimizer.param_groups[0]["lr"], WARMUP_RATIO if is_model else 0.0
-        run_arguments = arguments.of_stage(str(folder), steps, rate, warmup)
-        loader = self.data.loader(labels=is_model and arguments.task_weight > 0, decoder=self.decoder)
-        prepared = accelerator.prepare(module.to(accelerator.device), optimizer, loader)
-        bare, curve = accelerator.unwrap_model(prepared[0]), Curve()
-        average = weight_average(bare, arguments.ema_decay) if is_model and arguments.ema_decay else None
-        others = {"curve": curve} if average is None else {"curve": curve, "average": average}
-        run = loop.start(
-            accelerator, prepared, run_arguments, arguments.seed, folder, list(bare.parameters()), **others
+        arguments = RunArguments(
+            output_dir=str(folder),
+            max_train_steps=steps,
+            warmup_ratio=WARMUP_RATIO if is_model else 0.0,
+            checkpointing_steps=given.checkpointing_steps,
+            resume=given.resume,
         )
-        if average is not None:
-            run.after_step = lambda: average.update_parameters(bare)
+        loader = self.data.loader(labels=is_model and given.task_weight > 0, decoder=self.decoder)
+        prepared = accelerator.prepare(module.to(accelerator.device), optimizer, loader)
+        bare = accelerator.unwrap_model(prepared[0])
+        decay = given.ema_decay if is_model else 0.0
+        run = loop.start(accelerator, prepared, arguments, given.seed, folder, list(bare.parameters()), decay)
 
-        def noted(trained: Any, batch: dict[str, Tensor]) -> Tensor:
-            found = loss(trained, self.data.shaped(batch, run.progress.step), run.progress.step + 1)
-            curve.losses.append(found.item())
-            return found
+        def of_step(trained: Any, batch: dict[str, Tensor]) -> Tensor:
+            return loss(trained, self.data.shaped(batch, run.progress.step), run.progress.step + 1)
 
-        run.loss = noted
+        run.loss = of_step
         with loop.stoppable(run):
-            for epoch in loop.epochs(run, run_arguments):
+            for epoch in loop.epochs(run):
                 run.progress.history.append({"epoch": epoch, "step": run.progress.step})
-        if arguments.checkpointing_steps and not (folder / f"checkpoint-{run.progress.step}").exists():
+        if given.checkpointing_steps and not (folder / f"checkpoint-{run.progress.step}").exists():
             checkpoint.save_checkpoint(run.states, folder, run.progress.step)
         vars(bare).pop("forward", None)  # accelerate's, which lowers the precision: errors are measured in the full one
-        return curve.losses, (bare if average is None else average.module).eval()
+        return run.progress.losses, run.trained.eval()
 
     @torch.no_grad()
     def measure(self, stage: str) -> None:
@@ -519,43 +462,35 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     # The loss may not depend on a pooler or another head.
     parallel = DistributedDataParallelKwargs(find_unused_parameters=True)
     accelerator = Accelerator(mixed_precision=arguments.mixed_precision, kwargs_handlers=[parallel])
-    folder = Path(arguments.output_dir)
+    folder, overwrite = Path(arguments.output_dir), arguments.overwrite_output_dir
     settings = arguments.settings(accelerator.num_processes)
-    there = any(checkpoint.checkpoints(folder / name) for name in ("attention", "model"))
-    there = there or (folder / checkpoint.SETTINGS).exists()
-    for name in ("attention", "model"):
-        checkpoint.check_foreign(folder / name, overwrite=True)
-    checkpoint.open_run(folder, settings, arguments.resume, arguments.overwrite_output_dir, there)
+    there = (folder / checkpoint.SETTINGS).exists()
+    for stage in STAGES:
+        there = there or bool(checkpoint.checkpoints(folder / stage))
+        checkpoint.check_foreign(folder / stage, overwrite=True)
+    checkpoint.open_run(folder, settings, arguments.resume, overwrite, there)
     check_model(arguments.model_name_or_path)
     if arguments.train_file is not None:
         check_text(arguments.train_file)
-    if arguments.resume and (folder / RESULTS).exists():
-        return checkpoint.read_json(folder / RESULTS)
-    accelerator.wait_for_everyone()
-    if accelerator.is_main_process:
-        for name in ("attention", "model") if arguments.overwrite_output_dir else ():
-            checkpoint.clear(folder / name)
-        checkpoint.start_run(folder, settings, arguments.overwrite_output_dir)
-    accelerator.wait_for_everyone()
+    if arguments.resume and (folder / checkpoint.RESULTS).exists():
+        return checkpoint.read_json(folder / checkpoint.RESULTS)
+    checkpoint.start_run(folder, settings, overwrite, STAGES)
     set_seed(arguments.seed)
     started, run = time.perf_counter(), Distillation(accelerator, arguments)
     losses = run.learn_parameters(run.convert())
     model_losses = run.learn_outputs()
-    results = {
-        "arguments": asdict(arguments),
+    results = of_program(NAME, argv, asdict(arguments)) | {
         "seconds": round(time.perf_counter() - started, 1),
         "samples": len(run.data),
         "errors": run.errors,
         "attention_loss": losses,
         "model_loss": model_losses,
         "layers": getattr(run.model.config, "favor_layers", None),
-        "command": shlex.join(["python", "-m", NAME, *(sys.argv[1:] if argv is None else argv)]),
-        "versions": report.versions(),
     }
     if accelerator.is_main_process:
         checkpoint.save_pretrained(folder, run.whole, run.data.processor)
-        accelerator.print(report.load_line(run.whole, folder))
-        checkpoint.write_json(folder / RESULTS, results)
+        accelerator.print(load_line(run.whole, folder))
+        checkpoint.write_json(folder / checkpoint.RESULTS, results)
     accelerator.end_training()
     return results
 

@@ -14,9 +14,6 @@ states and its predictions.
 
 from __future__ import annotations
 
-import shlex
-import statistics
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,48 +25,48 @@ import transformers
 from accelerate import Accelerator
 from transformers import AutoModelForSequenceClassification
 
-import favor
-from favor.train.common import checkpoint, loop, report
+from favor.train.common import checkpoint, loop
 from favor.train.common.arguments import (
     FREE,
     ArgumentGroups,
+    Checked,
     DataArguments,
     HeadArguments,
     ModelArguments,
     TrainArguments,
     option,
+    refuse,
 )
 from favor.train.common.lock import releases_locks
-from favor.train.common.optimizers import make_optimizer
-from favor.train.common.pretrained import check_model, check_positions, load_tokenizer
-from favor.train.common.program import program
+from favor.train.common.pretrained import check_positions, load_tokenizer, make_optimizer
+from favor.train.common.program import describe, load_line, of_program, of_training, program
 from favor.train.text import glue_report
 from favor.train.text.glue_data import GlueData, Task, get_task, load_glue
-from favor.train.text.glue_labels import rows_set
-from favor.train.text.glue_loaders import cut_off, make_loaders
-from favor.train.text.glue_models import load_model, load_teacher
-from favor.train.text.metrics import load_glue_metric
+from favor.train.text.glue_models import cut_off, load_model, load_teacher, make_loaders, rows_set
+from favor_command.saved import check_model
 
 
 @dataclass
-class TeacherArguments:
+class TeacherArguments(Checked):
     """An exact model to learn from."""
 
     teacher: str | None = option(None, "Folder or hub name of a model that was fine-tuned with exact attention.")
-    logits_weight: float = option(1.0, "Weight of the divergence from the teacher's predictions.")
-    hidden_weight: float = option(1.0, "Weight of the relative squared error of the hidden states of all layers.")
+    logits_weight: float = option(1.0, "Weight of the divergence from the teacher's predictions.", least=0)
+    hidden_weight: float = option(
+        1.0, "Weight of the relative squared error of the hidden states of all layers.", least=0
+    )
 
     def __post_init__(self) -> None:
         """Checks the values; raises ValueError."""
-        weights = {"logits_weight": self.logits_weight, "hidden_weight": self.hidden_weight}
-        for name, weight in weights.items():
-            if weight < 0:
-                raise ValueError(f"{name} must not be negative, got {weight}")
-        if not any(weights.values()):
-            raise ValueError("logits_weight and hidden_weight are both 0, so nothing is learned from a teacher")
-        changed = [name for name, weight in weights.items() if weight != 1]
-        if self.teacher is None and changed:
-            raise ValueError(f"{', '.join(changed)} needs a teacher: add --teacher DIR")
+        super().__post_init__()
+        changed = [name for name in ("logits_weight", "hidden_weight") if getattr(self, name) != 1]
+        refuse(
+            (
+                not (self.logits_weight or self.hidden_weight),
+                "logits_weight and hidden_weight are both 0, so nothing is learned from a teacher",
+            ),
+            (self.teacher is None and changed, f"{', '.join(changed)} needs a teacher: add --teacher DIR"),
+        )
 
 
 @dataclass
@@ -90,59 +87,38 @@ def parse_arguments(words: Sequence[str] | None) -> Arguments:
     return Arguments.parse(words, __doc__, "favor-glue")
 
 
-def prepare_run(
+def _prepare_run(
     arguments: Arguments, data: GlueData, tokenizer: Any, seed: int, folder: Path
 ) -> tuple[loop.Run, dict[str, Any]]:
-    """Prepares the training of one seed, or resumes it at its last checkpoint, and the loaders for evaluation.
-
-    Args:
-        arguments: all arguments of the program.
-        data: samples of the task.
-        tokenizer: that of the checkpoint.
-        seed: of this training.
-        folder: of its checkpoints.
-    """
-    train = arguments.train
-    own = arguments.teacher
-    accelerator = loop.make_accelerator(train, folder)
-    model = load_model(arguments.model, data.task, seed, accelerator.print)
+    """Prepares the training of one seed, or resumes it at its last checkpoint, and the loaders for evaluation."""
+    train, own, task = arguments.train, arguments.teacher, data.task
+    accelerator = loop.make_accelerator(train)
+    model = load_model(arguments.model, task, seed, accelerator.print)
     check_positions(model, arguments.data.max_length)
     if model.config.pad_token_id is None:
         model.config.pad_token_id = tokenizer.pad_token_id
     # Tensor cores want multiples of 8.
     multiple = 8 if accelerator.mixed_precision != "no" else None
-    rows = rows_set(model.config, data.task)
+    rows = rows_set(model.config, task)
     train_loader, eval_loaders = make_loaders(data, tokenizer, arguments.data, train, seed, multiple, rows)
     if arguments.data.distractors and (note := cut_off(train_loader.dataset, arguments.data.max_length)):
         accelerator.print(note)
-    teacher = None
-    if own.teacher:
-        teacher = load_teacher(own, arguments.model, model, data.task, accelerator.print)
-    optimizer, clipped = make_optimizer(model, train, arguments.head, len(data.task.labels or ("score",)))
+    teacher = load_teacher(own, arguments.model, model, task, accelerator.print) if own.teacher else None
+    optimizer, clipped = make_optimizer(model, train, arguments.head, task.num_labels)
     prepared = accelerator.prepare(model, optimizer, train_loader)
     eval_loaders = {split: accelerator.prepare(loader) for split, loader in eval_loaders.items()}
     run = loop.start(accelerator, prepared, train, seed, folder, clipped)
     if teacher is not None:
         teacher.model.to(accelerator.device)
-
-        def loss(model: Any, batch: dict[str, Any]) -> torch.Tensor:
-            with accelerator.autocast():
-                return teacher.loss(model, batch)
-
-        run.loss = loss
+        run.loss = accelerator.autocast()(teacher.loss)
     return run, eval_loaders
 
 
 @torch.no_grad()
-def evaluate(run: loop.Run, eval_loaders: dict[str, Any], task: Task) -> dict[str, Any]:
-    """Computes the scores on the development sets, and whether the predictions are constant.
-
-    Raises:
-        FloatingPointError: if a logit is not finite.
-    """
-    metric = load_glue_metric(task.name)
+def _evaluate(run: loop.Run, eval_loaders: dict[str, Any], task: Task) -> dict[str, Any]:
+    """Computes the scores on the development sets, and whether the predictions are constant."""
     run.model.eval()
-    rows = rows_set(run.accelerator.unwrap_model(run.model).config, task)
+    rows = rows_set(run.trained.config, task)
     scores: dict[str, float] = {}
     constant = False
     for split, loader in eval_loaders.items():
@@ -157,66 +133,40 @@ def evaluate(run: loop.Run, eval_loaders: dict[str, Any], task: Task) -> dict[st
             predictions.append(guess.cpu())
             references.append(labels.cpu())
         said, true = torch.cat(predictions).numpy(), torch.cat(references).numpy()
-        scores.update(glue_report.named(metric.compute(predictions=said, references=true), split))
+        scores.update(glue_report.named(glue_report.glue_metrics(task, said, true), split))
         constant = constant or glue_report.is_constant(said)
     return {"epoch": len(run.progress.history) + 1, "step": run.progress.step, "metrics": scores, "constant": constant}
 
 
-def train_seed(arguments: Arguments, data: GlueData, seed: int, folder: Path) -> dict[str, Any]:
-    """Trains with one seed and saves the model and its tokenizer in `folder`; returns the entry of the results.
-
-    Args:
-        arguments: all arguments of the program.
-        data: samples of the task.
-        seed: of this training.
-        folder: of the saved model and the checkpoints.
-    """
+def _train_seed(arguments: Arguments, data: GlueData, seed: int, folder: Path) -> dict[str, Any]:
+    """Trains with one seed and saves the model and its tokenizer in `folder`; returns the entry of the results."""
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
     tokenizer = load_tokenizer(arguments.model)
-    run, eval_loaders = prepare_run(arguments, data, tokenizer, seed, folder)
+    run, eval_loaders = _prepare_run(arguments, data, tokenizer, seed, folder)
     accelerator, progress = run.accelerator, run.progress
     with loop.stoppable(run):
-        for _ in loop.epochs(run, arguments.train):
-            entry = evaluate(run, eval_loaders, data.task)
-            progress.history.append(entry)
-            accelerator.log(entry["metrics"], step=progress.step)
-            accelerator.print(
-                f"\nseed {seed}, epoch {entry['epoch']}, step {progress.step}: {report.describe(entry['metrics'])}"
-            )
+        for epoch in loop.epochs(run):
+            progress.history.append(_evaluate(run, eval_loaders, data.task))
+            scores = describe(progress.history[-1]["metrics"])
+            accelerator.print(f"\nseed {seed}, epoch {epoch}, step {progress.step}: {scores}")
     last = progress.history[-1]
     if last["constant"]:
         accelerator.print(f"WARNING: seed {seed} predicts the same for every sample; try another learning rate")
-    model = accelerator.unwrap_model(run.model)
     if accelerator.is_main_process:
-        checkpoint.save_pretrained(folder, model, tokenizer)
-        accelerator.print(report.load_line(model, folder, AutoModelForSequenceClassification))
-    for tracker in accelerator.trackers:
-        tracker.finish()
-    backend = model.config._attn_implementation
-    result = {
-        "seed": seed,
-        "metrics": last["metrics"],
-        "constant_predictions": last["constant"],
-        "train_loss": progress.loss_sum / progress.step,
-        "steps": progress.step,
-        "seconds_per_step": statistics.median(run.seconds) if run.seconds else None,
-        "peak_memory_bytes": report.peak_memory(accelerator.device),
-        "history": progress.history,
-        "model_type": model.config.model_type,
-        "attn_implementation": backend,
-        "favor": model.config.favor if backend in favor.BACKENDS else None,
-        "mixed_precision": accelerator.mixed_precision,
-    }
+        checkpoint.save_pretrained(folder, run.trained, tokenizer)
+        accelerator.print(load_line(run.trained, folder, AutoModelForSequenceClassification))
+    own = {"seed": seed, "metrics": last["metrics"], "constant_predictions": last["constant"]}
+    result = of_training(run, run.trained) | own | {"model_type": run.trained.config.model_type}
     accelerator.free_memory()
     return result
 
 
-def announce(accelerator: Accelerator, arguments: Arguments, data: GlueData) -> None:
+def _announce(accelerator: Accelerator, arguments: Arguments, data: GlueData) -> None:
     """Prints, before the training, which options have no effect, and the baseline."""
     if note := arguments.model.without_effect():
         accelerator.print(note)
-    scores = report.describe(glue_report.baseline(data, load_glue_metric(data.task.name)))
+    scores = describe(glue_report.baseline(data))
     accelerator.print(f"{data.task.folder}: {len(data.train)} samples to train; majority baseline {scores}")
 
 
@@ -247,32 +197,29 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
         data = load_glue(task.name, arguments.data.data_dir)
     data.keep_first(arguments.data.max_train_samples, arguments.data.max_eval_samples)
     data.add_distractors(arguments.data.distractors)
-    announce(accelerator, arguments, data)
-    command = shlex.join(["python", "-m", "favor.train.glue", *(sys.argv[1:] if argv is None else argv)])
+    _announce(accelerator, arguments, data)
+    made = of_program("favor.train.glue", argv, arguments.to_dict()) | {"device": str(accelerator.device.type)}
     per_seed = []
     for seed, folder in folders.items():
         finished = folder / checkpoint.RESULTS
         if train.resume and finished.exists():
             per_seed += checkpoint.read_json(finished)["per_seed"]
             continue
-        if accelerator.is_main_process:
-            checkpoint.start_run(folder, settings, train.overwrite_output_dir)
-        accelerator.wait_for_everyone()
-        per_seed.append(train_seed(arguments, data, seed, folder))
-        own = glue_report.all_results(arguments, data, per_seed[-1:], command, accelerator.state)
-        write_results(accelerator, folder, own, task)
-    results = glue_report.all_results(arguments, data, per_seed, command, accelerator.state)
+        checkpoint.start_run(folder, settings, train.overwrite_output_dir)
+        per_seed.append(_train_seed(arguments, data, seed, folder))
+        _write_results(accelerator, folder, glue_report.all_results(data, per_seed[-1:], made), task)
+    results = glue_report.all_results(data, per_seed, made)
     if len(seeds) > 1:
-        write_results(accelerator, output, results, task)
+        _write_results(accelerator, output, results, task)
     accelerator.print(
-        f"{task.folder}: {report.describe(results['metrics'], results['metrics_std'])}; "
-        f"baseline {report.describe(results['baseline'])}; {output / checkpoint.RESULTS}"
+        f"{task.folder}: {describe(results['metrics'], results['metrics_std'])}; "
+        f"baseline {describe(results['baseline'])}; {output / checkpoint.RESULTS}"
     )
     accelerator.end_training()
     return results
 
 
-def write_results(accelerator: Accelerator, folder: Path, results: dict[str, Any], task: Task) -> None:
+def _write_results(accelerator: Accelerator, folder: Path, results: dict[str, Any], task: Task) -> None:
     """Writes the model card, then `all_results.json`, which marks the run as finished."""
     if accelerator.is_main_process:
         card = folder / "README.md"

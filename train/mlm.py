@@ -11,9 +11,6 @@ softmax_bound` needs. The output folder gets the model, its tokenizer and `all_r
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,57 +18,30 @@ from torch import Tensor
 from torch.utils.data import Dataset
 from transformers import AutoModelForMaskedLM, DataCollatorForLanguageModeling
 
-from favor.train.common.arguments import option
-from favor.train.common.batches import mix
-from favor.train.common.program import program
-from favor.train.text import arguments, language
+from favor.train.common.loop import mix
+from favor.train.text import language
 
-
-@dataclass(kw_only=True)
-class MaskingArguments(arguments.TextArguments):
-    """How the text is masked."""
-
-    mlm_probability: float = option(
-        0.15, "Fraction of the tokens to predict; 80 % of these are masked, 10 % are replaced."
-    )
-
-    def __post_init__(self) -> None:
-        """Checks the numbers; raises ValueError."""
-        super().__post_init__()
-        if not 0 < self.mlm_probability < 1:
-            raise ValueError(f"mlm_probability must be between 0 and 1, got {self.mlm_probability}")
-
-
-@dataclass
-class Arguments(arguments.Arguments):
-    """All arguments of a run."""
-
-    text: MaskingArguments
-
-
-def parse_arguments(words: Sequence[str] | None) -> Arguments:
-    """Parses the arguments; ends the program for bad ones, raises ValueError for values that cannot be used."""
-    return Arguments.parse(words, __doc__, "favor-mlm")
+# Fraction of the tokens to predict; 80 % of these are masked, 10 % are replaced.
+PROBABILITY = 0.15
 
 
 class MaskedTexts(Dataset[dict[str, Tensor]]):
-    """A data set of samples with some tokens masked, at least one per sample.
+    """A data set of samples with some tokens masked, at least one per sample, and no special ones.
 
     Item `epoch * length + index` is sample `index` with the masks of that epoch.
 
     Args:
         ids: tokens `[n, length]`.
         tokenizer: with a token for masking.
-        probability: fraction of the tokens to predict; special tokens are never chosen.
         seed: draws the masks.
 
     Raises:
         ValueError: if the tokenizer has no token for masking.
     """
 
-    def __init__(self, ids: Tensor, tokenizer: Any, probability: float, seed: int) -> None:
+    def __init__(self, ids: Tensor, tokenizer: Any, seed: int) -> None:
         self.ids, self.seed = ids, seed
-        self.masker = DataCollatorForLanguageModeling(tokenizer, mlm_probability=probability)
+        self.masker = DataCollatorForLanguageModeling(tokenizer, mlm_probability=PROBABILITY)
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -89,27 +59,15 @@ class MaskedTexts(Dataset[dict[str, Tensor]]):
 
 
 OBJECTIVE = language.Objective(
-    program="favor.train.mlm",
+    name="mlm",
     auto_class=AutoModelForMaskedLM,
     shift=0,
-    samples=lambda ids, tokenizer, text, seed: MaskedTexts(ids, tokenizer, text.mlm_probability, seed),
+    samples=MaskedTexts,
     check=lambda model: None,
 )
 
 
-def main(argv: list[str] | None = None) -> dict[str, Any]:
-    """Trains and returns what `all_results.json` holds.
-
-    Args:
-        argv: the command line without the program's name. Default None: `sys.argv`.
-
-    Raises:
-        ValueError: for arguments or files that cannot be used; the message says which and why.
-    """
-    return language.run_program(parse_arguments(argv), OBJECTIVE, sys.argv[1:] if argv is None else argv)
-
-
-cli = program("favor-mlm", main)
+parse_arguments, main, cli = language.programs(OBJECTIVE, __doc__)
 
 if __name__ == "__main__":
     cli()

@@ -22,10 +22,8 @@ from __future__ import annotations
 
 import dataclasses
 import re
-import shlex
-import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import MISSING, asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -35,13 +33,13 @@ from favor.models.speech import ConformerProcessor
 from favor.models.speech.pronunciations import lexicon_of
 from favor.models.speech.word_beam import Scorer, searched_words
 from favor.train import asr
-from favor.train.common import checkpoint, report
-from favor.train.common.arguments import check_positive, option
+from favor.train.common import checkpoint
+from favor.train.common.arguments import Checked, option, refuse
 from favor.train.common.lock import releases_locks
-from favor.train.common.program import DataclassParser, program
-from favor.train.speech import arguments as asr_arguments
+from favor.train.common.program import DataclassParser, of_program, program
+from favor.train.speech.arguments import Arguments
 from favor.train.speech.data import Utterance
-from favor.train.speech.model import CLASSES, OF_NEW_PROCESSORS, architecture_of, saved_architecture
+from favor.train.speech.model import CLASSES, architecture_of, saved_architecture
 from favor.train.speech.pseudo_labels import (
     PseudoLabel,
     check_files,
@@ -56,34 +54,31 @@ from favor.train.speech.sources import load_speech
 from favor_command.saved import check_model, load_model, load_processor, read_config
 
 NAME = "favor-nst"
+RESULTS, CHOICE, MANIFEST = "nst.json", "pseudo_labels.json", "pseudo_labels.jsonl"
+LABELS = "labels"  # folder of a generation
 
 
 @dataclass(kw_only=True)
-class NstArguments:
+class NstArguments(Checked):
     """Teacher, generations, untranscribed speech, and choice of the labels."""
 
-    output_dir: str = field(metadata={"help": "Folder of all results."})
+    output_dir: str = option(MISSING, "Folder of all results.")
     teacher: str | None = option(
         None, "Folder of a model of favor.train.asr to be generation 0. Default: it is trained first."
     )
-    generations: int = option(3, "Number of students, trained one after another.")
+    generations: int = option(3, "Number of students, trained one after another.", above=0)
     unlabelled_dir: str | None = option(
         None, "Untranscribed speech: a corpus, a folder of audio, a manifest. Default: data_dir."
     )
     unlabelled_split: str | None = option(
         None, "Split of unlabelled_dir. Default: all of the folder, or its only manifest."
     )
-    keep: float = option(1.0, "Fraction of the pseudo-labels to train on, those with the best scores.")
-    threshold: float | None = option(
-        None, "Train only on pseudo-labels with a score above this. Default: no threshold."
-    )
-    fit_split: str | None = option(
-        None, "Transcribed split whose hypotheses the score is fitted on, as in the paper. Default: the pseudo-labels."
-    )
+    keep: float = option(1.0, "Fraction of the pseudo-labels to train on, those with the best scores.", above=0, most=1)
     beam_size: int | None = option(
         None,
         "Hypotheses that the teacher's beam search keeps. Default: 8, but 50 with a language model, and 200 if the "
         "tokens are phonemes.",
+        above=0,
     )
     language_model: str | None = option(
         None, "ARPA file or binary file of KenLM for the search of a CTC teacher; phonemes need one. Default: none."
@@ -93,26 +88,28 @@ class NstArguments:
 
     def __post_init__(self) -> None:
         """Checks the values; raises ValueError."""
-        check_positive(self, "generations", "beam_size", "keep")
-        if self.keep > 1:
-            raise ValueError(f"keep must be a fraction of the pseudo-labels, at most 1, got {self.keep}")
-        if self.language_model is None and (self.lm_weight, self.word_score) != (None, None):
-            raise ValueError("lm_weight and word_score have no effect without language_model: add it or leave them out")
-        if self.language_model is not None and not Path(self.language_model).is_file():
-            raise ValueError(f"language_model must be a file, got {self.language_model}")
+        super().__post_init__()
+        model, weighted = self.language_model, (self.lm_weight, self.word_score) != (None, None)
+        refuse(
+            (
+                model is None and weighted,
+                "lm_weight and word_score have no effect without language_model: add it or leave them out",
+            ),
+            (model is not None and not Path(model).is_file(), f"language_model must be a file, got {model}"),
+        )
 
 
-def parse_arguments(argv: list[str] | None) -> tuple[NstArguments, asr_arguments.Arguments, list[str]]:
+def parse_arguments(argv: list[str] | None) -> tuple[NstArguments, Arguments, list[str]]:
     """Parses the arguments; returns those of this program, those of the trainings, and the latter as words.
 
     Raises:
         ValueError: for arguments that neither program knows or that cannot be used, before anything runs.
     """
-    parser, of_students = DataclassParser(NAME, __doc__, [NstArguments]), asr_arguments.Arguments.parser(program=NAME)
+    parser, of_students = DataclassParser(NAME, __doc__, [NstArguments]), Arguments.parser(program=NAME)
     (nst,), rest = parser.parse_some(argv)
     groups, unknown = of_students.parse_some([*rest, "--output_dir", nst.output_dir])
     of_students.refuse(unknown, parser.options())
-    student = asr_arguments.Arguments(*groups)
+    student = Arguments(*groups)
     source = nst.unlabelled_dir or student.data.data_dir
     if source is None or not Path(source).exists():
         raise ValueError(
@@ -121,72 +118,49 @@ def parse_arguments(argv: list[str] | None) -> tuple[NstArguments, asr_arguments
         )
     if nst.unlabelled_dir is None and nst.unlabelled_split is None:
         raise ValueError("unlabelled_split must say which split of data_dir to label, or give unlabelled_dir")
-    used = (nst.teacher, student.model.model_name_or_path, student.model.processor_name_or_path)
+    used = (nst.teacher, student.model.model_name_or_path)
     inside = [path for path in used if path and Path(nst.output_dir).resolve() in Path(path).resolve().parents]
     if student.train.overwrite_output_dir and inside:
         raise ValueError(f"overwrite_output_dir would delete {inside[0]}: choose another output_dir")
     return nst, student, rest
 
 
-RESULTS, CHOICE, MANIFEST = "nst.json", "pseudo_labels.json", "pseudo_labels.jsonl"
-LABELS, FIT = "labels", "fit"  # folders of a generation
-
-
 @dataclass
-class Task:
+class _Task:
     """Holds what all generations share.
 
     Attributes:
         nst, student: the arguments of this program, and those of `favor.train.asr`.
         rest: the arguments of `favor.train.asr` as words.
         accelerator: of all processes.
+        folder: of all results.
         unlabelled: speech without its transcripts.
         references: transcripts by id, of the utterances that have one; only for reports.
-        development: speech that the scores are fitted on; None fits them on the labels themselves.
     """
 
     nst: NstArguments
-    student: asr_arguments.Arguments
+    student: Arguments
     rest: list[str]
     accelerator: Accelerator
+    folder: Path
     unlabelled: list[Utterance]
     references: dict[str, str]
-    development: list[Utterance] | None
-
-    @property
-    def folder(self) -> Path:
-        """Folder of all results."""
-        return Path(self.nst.output_dir)
 
 
-def open_folder(nst: NstArguments, student: asr_arguments.Arguments, accelerator: Accelerator) -> None:
-    """Makes sure that the run may write to its folder, and records its settings there.
-
-    Args:
-        nst: the arguments of this program.
-        student: the arguments of `favor.train.asr`.
-        accelerator: of all processes.
-
-    Raises:
-        ValueError: if the folder holds another run, as in `checkpoint.open_run`. A resumed run may have another number
-            of generations.
-    """
+def _open_folder(nst: NstArguments, student: Arguments, accelerator: Accelerator) -> None:
+    """Makes sure that the run may write to its folder, as `checkpoint.open_run`, and records its settings there."""
     folder, free = Path(nst.output_dir), ("output_dir", "generations")
     settings = {name: value for name, value in asdict(nst).items() if name not in free}
     settings |= student.settings(accelerator.num_processes)
-    path, train = folder / checkpoint.SETTINGS, student.train
-    checkpoint.open_run(folder, settings, train.resume, train.overwrite_output_dir, there=path.exists())
-    # Nobody writes before all have looked.
+    there, train = (folder / checkpoint.SETTINGS).exists(), student.train
+    checkpoint.open_run(folder, settings, train.resume, train.overwrite_output_dir, there=there)
     accelerator.wait_for_everyone()
-    if accelerator.is_main_process:
-        folder.mkdir(parents=True, exist_ok=True)
-        if train.overwrite_output_dir:
-            clear(folder)
-        checkpoint.write_json(path, settings)
-    accelerator.wait_for_everyone()
+    if accelerator.is_main_process and train.overwrite_output_dir:
+        _clear(folder)
+    checkpoint.start_run(folder, settings, overwrite=False)
 
 
-def clear(folder: Path) -> None:
+def _clear(folder: Path) -> None:
     """Removes what a run made that a new one would take for its own: results, checkpoints and labels."""
     (folder / RESULTS).unlink(missing_ok=True)
     for old in folder.glob("gen_*"):
@@ -194,40 +168,28 @@ def clear(folder: Path) -> None:
             checkpoint.clear(old)
             if (old / checkpoint.SETTINGS).exists():
                 (old / checkpoint.RESULTS).unlink(missing_ok=True)
-            for part in (LABELS, FIT):
-                remove_labels(old / part)
+            remove_labels(old / LABELS)
 
 
-def load(task: Task) -> None:
-    """Loads the speech to label, keeps its transcripts apart, and loads the speech to fit the scores on.
-
-    Raises:
-        ValueError: for speech that cannot be used, or that is not in files.
-    """
-    nst, data = task.nst, task.student.data
-    options = {"max_bad": data.limit, "resample": data.resample}
-    with task.accelerator.main_process_first():
-        source, prepared = nst.unlabelled_dir or data.data_dir or "", task.folder / "prepared"
+def _load(nst: NstArguments, student: Arguments, rest: list[str], accelerator: Accelerator) -> _Task:
+    """Loads the speech to label, and keeps its transcripts apart."""
+    data, folder = student.data, Path(nst.output_dir)
+    source, prepared = nst.unlabelled_dir or data.data_dir or "", folder / "prepared" / "unlabelled"
+    with accelerator.main_process_first():
         found, skipped = load_speech(
-            source, nst.unlabelled_split, prepared=prepared / "unlabelled", transcripts=False, **options
+            source, nst.unlabelled_split, prepared=prepared, transcripts=False, max_bad=data.limit
         )
-        if nst.fit_split is not None:
-            place = data.data_dir or asr_arguments.HUB
-            task.development, _ = load_speech(place, nst.fit_split, prepared=prepared / "fit", **options)
     # Before the first teacher is trained.
-    check_files([*found, *(task.development or ())])
+    check_files(found)
     if skipped.reasons:
-        task.accelerator.print(f"unlabelled: {skipped.describe()}")
-    task.references = {utterance.id: utterance.text for utterance in found if utterance.text}
-    task.unlabelled = [dataclasses.replace(utterance, text="") for utterance in found]
+        accelerator.print(f"unlabelled: {skipped.describe()}")
+    references = {utterance.id: utterance.text for utterance in found if utterance.text}
+    unlabelled = [dataclasses.replace(utterance, text="") for utterance in found]
+    return _Task(nst, student, rest, accelerator, folder, unlabelled, references)
 
 
-def load_teacher(folder: Path, accelerator: Accelerator) -> tuple[Any, ConformerProcessor]:
-    """Loads a saved model, in evaluation mode on this process's device, and its processor.
-
-    Raises:
-        ValueError: if the model is not one for CTC or Transducer.
-    """
+def _load_teacher(folder: Path, accelerator: Accelerator) -> tuple[Any, ConformerProcessor]:
+    """Loads a saved model, in evaluation mode on this process's device, and its processor."""
     config = read_config(str(folder))
     found = saved_architecture(config)
     if found is None:
@@ -238,24 +200,8 @@ def load_teacher(folder: Path, accelerator: Accelerator) -> tuple[Any, Conformer
     return model.to(accelerator.device).eval(), load_processor(str(folder), ConformerProcessor)
 
 
-def own_processor(task: Task) -> str | None:
-    """Gives the folder of the student's processor; None if the student uses the teacher's."""
-    model = task.student.model
-    return model.model_name_or_path or model.processor_name_or_path
-
-
-def make_scorer(nst: NstArguments, teacher: Path, model: Any, processor: ConformerProcessor) -> Scorer | None:
-    """Makes what scores the words of a teacher's search; None if nothing does.
-
-    Args:
-        nst: the arguments of this program.
-        teacher: folder of the model.
-        model: the teacher.
-        processor: that of the teacher.
-
-    Raises:
-        ValueError: for a teacher of phonemes without a language model, or one whose search takes no language model.
-    """
+def _make_scorer(nst: NstArguments, teacher: Path, model: Any, processor: ConformerProcessor) -> Scorer | None:
+    """Makes what scores the words of a teacher's search; None if nothing does."""
     lexicon = lexicon_of(None, teacher)
     if lexicon is not None and nst.language_model is None:
         raise ValueError(f"the tokens of {teacher} are phonemes: add --language_model, whose words are its labels")
@@ -263,52 +209,32 @@ def make_scorer(nst: NstArguments, teacher: Path, model: Any, processor: Conform
     return searched_words(model, processor.tokenizer, nst.beam_size, lexicon=lexicon, **options)
 
 
-def label_all(task: Task, teacher: Path, folder: Path, parts: dict[str, Sequence[Utterance]]) -> ConformerProcessor:
-    """Labels each part of the speech, all processes together; returns the teacher's processor.
-
-    Args:
-        task: what all generations share.
-        teacher: folder of its model.
-        folder: where each part gets a folder of its name.
-        parts: utterances by name.
-    """
-    accelerator, student = task.accelerator, task.student
-    model, processor = load_teacher(teacher, accelerator)
-    identity, scorer = fingerprint(teacher), make_scorer(task.nst, teacher, model, processor)
-    beam_size = task.nst.beam_size or (8 if scorer is None else scorer.beam_size)
+def _label_all(task: _Task, teacher: Path, folder: Path) -> ConformerProcessor:
+    """Labels the speech, all processes together, into folders of a generation; returns the teacher's processor."""
+    accelerator, nst, student = task.accelerator, task.nst, task.student
+    model, processor = _load_teacher(teacher, accelerator)
+    identity, scorer = fingerprint(teacher), _make_scorer(nst, teacher, model, processor)
     if scorer is not None:
-        identity += f", {task.nst.language_model}, {task.nst.lm_weight}, {task.nst.word_score}"
-    for name, utterances in parts.items():
-        label(
-            model,
-            processor,
-            utterances,
-            folder / name,
-            teacher=identity,
-            beam_size=beam_size,
-            scorer=scorer,
-            max_batch_seconds=student.train.per_device_train_batch_seconds,
-            resample=student.data.resample,
-            num_workers=student.data.dataloader_num_workers,
-            shard=(accelerator.process_index, accelerator.num_processes),
-        )
+        identity += f", {nst.language_model}, {nst.lm_weight}, {nst.word_score}"
+    label(
+        model,
+        processor,
+        task.unlabelled,
+        folder / LABELS,
+        teacher=identity,
+        beam_size=nst.beam_size or (8 if scorer is None else scorer.beam_size),
+        scorer=scorer,
+        max_batch_seconds=student.train.per_device_train_batch_seconds,
+        num_workers=student.data.dataloader_num_workers,
+        shard=(accelerator.process_index, accelerator.num_processes),
+    )
     accelerator.wait_for_everyone()
     return processor
 
 
-def choose(task: Task, teacher: Path, folder: Path) -> None:
-    """Labels the speech, filters the labels, and writes a manifest and a report into a generation's folder.
-
-    Args:
-        task: what all generations share.
-        teacher: folder of its model.
-        folder: of the generation.
-    """
-    parts: dict[str, Sequence[Utterance]] = {LABELS: task.unlabelled}
-    if task.development is not None:
-        parts[FIT] = task.development
-    processor = label_all(task, teacher, folder, parts)
-    own = own_processor(task)
+def _choose(task: _Task, teacher: Path, folder: Path) -> None:
+    """Labels the speech, filters the labels, and writes a manifest and a report into a generation's folder."""
+    processor, own = _label_all(task, teacher, folder), task.student.model.model_name_or_path
     processor = processor if own is None else load_processor(own, ConformerProcessor)
     if task.accelerator.is_main_process:
         labels = collect(task.unlabelled, folder / LABELS)
@@ -316,109 +242,75 @@ def choose(task: Task, teacher: Path, folder: Path) -> None:
         selection = select(
             labels,
             processor,
-            threshold=task.nst.threshold,
             keep=task.nst.keep,
-            reference=None if task.development is None else collect(task.development, folder / FIT),
             ctc=architecture_of(model) == "ctc" or model.ctc_weight > 0,
             fastest=max(data.speeds),
             max_seconds=train.per_device_train_batch_seconds * min(data.speeds),
             lexicon=lexicon_of(data.lexicon, own or teacher),
         )
         write_manifest(selection.kept, folder / MANIFEST)
-        checkpoint.write_json(
-            folder / CHOICE,
-            {
-                "labelled": len(labels),
-                "kept": len(selection.kept),
-                "kept_hours": round(sum(one.seconds for one in selection.kept) / 3600, 4),
-                "dropped": selection.counts(),
-                "fit": asdict(selection.fit),
-                "errors": compare(labels, task.references),
-                "kept_errors": compare(selection.kept, task.references),
-            },
-        )
+        choice = {
+            "labelled": len(labels),
+            "kept": len(selection.kept),
+            "kept_hours": round(sum(one.seconds for one in selection.kept) / 3600, 4),
+            "dropped": selection.counts(),
+            "fit": asdict(selection.fit),
+            "errors": _compare(labels, task.references),
+            "kept_errors": _compare(selection.kept, task.references),
+        }
+        checkpoint.write_json(folder / CHOICE, choice)
     task.accelerator.wait_for_everyone()
 
 
-def compare(labels: Sequence[PseudoLabel], references: dict[str, str]) -> dict[str, float] | None:
+def _compare(labels: Sequence[PseudoLabel], references: dict[str, str]) -> dict[str, float] | None:
     """Computes error rates in percent of the labels that have a transcript; None if no label has one."""
     pairs = [(references[one.id], one.text) for one in labels if one.id in references]
     return asr.errors(pairs) if pairs else None
 
 
-def without(words: Sequence[str], names: Sequence[str]) -> list[str]:
-    """Removes some options, of one value each, from a command line."""
-    kept: list[str] = []
-    options = {f"--{name}" for name in names}
-    for place, word in enumerate(words):
-        is_value = place > 0 and words[place - 1] in options
-        if not is_value and word.split("=")[0] not in options:
-            kept.append(word)
-    return kept
-
-
-def train(task: Task, folder: Path, words: Sequence[str]) -> dict[str, Any]:
-    """Trains with the given words and returns the results; a finished training is only read.
-
-    Args:
-        task: what all generations share.
-        folder: of the training.
-        words: arguments of `favor.train.asr`.
-    """
+def _train(task: _Task, folder: Path, words: Sequence[str], processor: Path | None = None) -> dict[str, Any]:
+    """Trains in a folder, and returns the results; a finished training is only read."""
     done = folder / checkpoint.RESULTS
     found = checkpoint.read_json(done) if done.exists() else None
     # Nobody writes before all have looked.
     task.accelerator.wait_for_everyone()
     if found is None:
-        found = asr.main([*words, "--output_dir", str(folder)])
+        found = asr.main([*words, "--output_dir", str(folder)], processor and str(processor))
         task.accelerator.free_memory()
     return found
 
 
-def generation(task: Task, number: int, teacher: Path) -> dict[str, Any]:
-    """Makes one student: labels by the teacher, then training; returns the student's entry of the results.
-
-    Args:
-        task: what all generations share.
-        number: of the generation, from 1.
-        teacher: folder of its model.
-    """
+def _generation(task: _Task, number: int, teacher: Path) -> dict[str, Any]:
+    """Makes one student: labels by the teacher, then training; returns the student's entry of the results."""
     folder = task.folder / f"gen_{number}"
     if not (folder / checkpoint.RESULTS).exists():
         task.accelerator.print(f"\ngeneration {number}: {teacher} labels {len(task.unlabelled)} utterances")
-        choose(task, teacher, folder)
+        _choose(task, teacher, folder)
     manifests = [*task.student.data.extra_manifests, str(folder / MANIFEST)]
-    words = task.rest
-    if own_processor(task) is None:
-        words = [*without(words, OF_NEW_PROCESSORS), "--processor_name_or_path", str(teacher)]
-    results = train(task, folder, [*words, "--extra_manifests", *manifests])
+    # A new student takes the tokenizer and the features of its teacher.
+    processor = teacher if task.student.model.model_name_or_path is None else None
+    results = _train(task, folder, [*task.rest, "--extra_manifests", *manifests], processor)
     choice = checkpoint.read_json(folder / CHOICE)
-    return entry(number, folder, results) | {"teacher": str(teacher), "pseudo_labels": choice}
+    return _entry(number, folder, results) | {"teacher": str(teacher), "pseudo_labels": choice}
 
 
-def entry(number: int, folder: Path, results: dict[str, Any]) -> dict[str, Any]:
-    """Gives the values that the results hold of every generation.
-
-    Args:
-        number: of the generation.
-        folder: of its model.
-        results: of its training.
-    """
+def _entry(number: int, folder: Path, results: dict[str, Any]) -> dict[str, Any]:
+    """Gives the values that the results hold of every generation."""
     kept = {name: results.get(name) for name in ("metrics", "utterances", "hours", "steps")}
     return {"generation": number, "folder": str(folder), **kept}
 
 
-def first_generation(task: Task) -> tuple[Path, dict[str, Any]]:
+def _first_generation(task: _Task) -> tuple[Path, dict[str, Any]]:
     """Finds the folder of the first teacher, given or trained here, and its entry of the results."""
     if task.nst.teacher is None:
         folder = task.folder / "gen_0"
-        return folder, entry(0, folder, train(task, folder, task.rest))
+        return folder, _entry(0, folder, _train(task, folder, task.rest))
     folder = Path(task.nst.teacher)
     results = folder / checkpoint.RESULTS
-    return folder, entry(0, folder, checkpoint.read_json(results) if results.exists() else {})
+    return folder, _entry(0, folder, checkpoint.read_json(results) if results.exists() else {})
 
 
-def table(generations: Sequence[dict[str, Any]]) -> str:
+def _table(generations: Sequence[dict[str, Any]]) -> str:
     """Makes a table with a line per generation: numbers of pseudo-labels and error rates of labels and of the model."""
     names = list(dict.fromkeys(name for one in generations for name in one["metrics"] or ()))
     rows = [["generation", "labelled", "kept", "dropped", "pseudo-label wer", "of those kept", *names]]
@@ -444,29 +336,22 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
         ValueError: for arguments or speech that cannot be used, or if no label of a teacher is left.
     """
     nst, student, rest = parse_arguments(argv)
-    for path in (nst.teacher, student.model.model_name_or_path, student.model.processor_name_or_path):
+    for path in (nst.teacher, student.model.model_name_or_path):
         check_model(path)
     if nst.teacher is not None:
         fingerprint(nst.teacher)
     accelerator = Accelerator(mixed_precision=student.train.mixed_precision)
-    open_folder(nst, student, accelerator)
-    task = Task(nst, student, rest, accelerator, [], {}, None)
-    load(task)
-    teacher, first = first_generation(task)
+    _open_folder(nst, student, accelerator)
+    task = _load(nst, student, rest, accelerator)
+    teacher, first = _first_generation(task)
     generations = [first]
     for number in range(1, nst.generations + 1):
-        generations.append(generation(task, number, teacher))
+        generations.append(_generation(task, number, teacher))
         teacher = Path(generations[-1]["folder"])
-    results = {
-        "generations": generations,
-        "arguments": student.to_dict() | asdict(nst),
-        "command": shlex.join(["python", "-m", "favor.train.nst", *(sys.argv[1:] if argv is None else argv)]),
-        "num_processes": accelerator.num_processes,
-        "versions": report.versions(),
-    }
+    results = of_program("favor.train.nst", argv, student.to_dict() | asdict(nst)) | {"generations": generations}
     if accelerator.is_main_process:
         checkpoint.write_json(task.folder / RESULTS, results)
-    accelerator.print(f"\n{table(generations)}\n{task.folder / RESULTS}")
+    accelerator.print(f"\n{_table(generations)}\n{task.folder / RESULTS}")
     accelerator.end_training()
     return results
 

@@ -22,7 +22,7 @@ from favor.eval.approximation.variants import Variant
 from favor.eval.speech.whisper_convert import PACKAGE
 from favor.train.common.pretrained import load_exact
 from favor.train.speech.data import read_audio
-from favor.train.speech.distill_data import encoder_of
+from favor.train.speech.loaders import encoder_of
 from favor.train.speech.sources import load_speech
 from favor_command.saved import load_processor
 

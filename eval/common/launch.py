@@ -195,7 +195,7 @@ def machine() -> str:
 
 def versions() -> dict[str, str]:
     """Gives the versions of Python and of the packages that a result depends on, if they are installed."""
-    packages = ("favor", "torch", "transformers", "accelerate", "datasets", "evaluate")
+    packages = ("favor", "torch", "transformers", "accelerate", "datasets")
     found = {"python": platform.python_version()}
     for name in packages:
         with contextlib.suppress(metadata.PackageNotFoundError):

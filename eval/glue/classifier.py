@@ -25,10 +25,8 @@ from favor.eval.common.program import device_or_default
 from favor.train.common.arguments import DataArguments, ModelArguments
 from favor.train.common.pretrained import check_positions, load_exact, load_tokenizer
 from favor.train.text.glue_data import GlueData, get_task, load_glue, with_distractors
-from favor.train.text.glue_labels import is_classifier, label_rows, names_of
-from favor.train.text.glue_loaders import check_samples, tokenized
-from favor.train.text.glue_report import named
-from favor.train.text.metrics import load_glue_metric
+from favor.train.text.glue_models import check_samples, is_classifier, label_rows, names_of, tokenized
+from favor.train.text.glue_report import glue_metrics, named
 from favor_command.saved import read_config
 
 EXACT, DEFAULT = "sdpa", "landmark"
@@ -208,7 +206,7 @@ def evaluate(model: Any, samples: Samples, name: str) -> Row:
     """
     is_exact = model.config._attn_implementation == EXACT
     bound, note = (0, "") if is_exact else shortness(model, samples.all_lengths, name)
-    metric, task = load_glue_metric(samples.data.task.name), samples.data.task
+    task = samples.data.task
     metrics: dict[str, float] = {}
     logits, seconds, exact = {}, 0.0, 0
     for split, encoded in samples.encoded.items():
@@ -217,8 +215,7 @@ def evaluate(model: Any, samples: Samples, name: str) -> Row:
         logits[split], took = forward(model, samples, encoded, batches(lengths, bound, samples.batch_size))
         seconds += took
         guesses = logits[split].squeeze(-1) if task.is_regression else logits[split].argmax(-1)
-        scores = metric.compute(predictions=guesses.numpy(), references=encoded["label"][:])
-        metrics |= named(scores, split)
+        metrics |= named(glue_metrics(task, guesses.numpy(), encoded["label"][:]), split)
     options = None if is_exact else dict(model.config.favor)
     return Row(name, options, 1.0 if is_exact else exact / len(samples.all_lengths), metrics, logits, seconds, note)
 

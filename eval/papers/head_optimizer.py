@@ -41,7 +41,7 @@ from favor.eval.papers import head_tasks
 from favor.eval.papers.common import panels, publish, save
 from favor.eval.papers.head_tasks import IMAGES, HeadTask
 from favor.optim import SoftmaxBound
-from favor.train.common.batches import EpochSampler, mix
+from favor.train.common.loop import EpochSampler, mix
 from favor.train.common.program import Parser, program
 
 TASKS = {

@@ -160,9 +160,7 @@ def evaluate_converted(words: Sequence[str], seed: int) -> dict[str, float]:
             data.data_dir or HUB,
             split,
             prepared=folder / "prepared" / split,
-            config=data.dataset_config_name,
             max_bad=data.limit,
-            resample=data.resample,
         )
         utterances = long_enough(utterances[: data.max_eval_samples], processor, skipped)
         texts, _ = evaluation.recognise(
@@ -170,7 +168,6 @@ def evaluate_converted(words: Sequence[str], seed: int) -> dict[str, float]:
             processor,
             utterances,
             batch_seconds=arguments.train.per_device_train_batch_seconds,
-            resample=data.resample,
         )
         pairs = list(zip((utterance.text for utterance in utterances), texts, strict=True))
         scores.update({f"{split}_{name}": value for name, value in asr.errors(pairs).items()})

@@ -19,9 +19,9 @@ from favor.eval import asr
 from favor.models.speech import ConformerProcessor
 from favor.models.speech.pronunciations import lexicon_of
 from favor.train.common.arguments import BackendArguments
+from favor.train.speech.batches import label_ids
 from favor.train.speech.data import Utterance, read_audio
 from favor.train.speech.loaders import evaluation_loader
-from favor.train.speech.whisper import label_ids
 from favor_command.saved import load_processor
 
 Parts = Mapping[str, Sequence[Utterance]]

@@ -90,7 +90,7 @@ def read_file(
         ratio = _ratio(stream.samplerate, sampling_rate, place)
         if ratio != 1 and not resample:
             raise ValueError(
-                f"{place}: has {stream.samplerate} Hz, expected {sampling_rate}: resample=True (--resample) converts it"
+                f"{place}: has {stream.samplerate} Hz, expected {sampling_rate}: resample=True converts it"
             )
         first = round(min(offset * stream.samplerate, UNKNOWN_FRAMES))
         if first >= stream.frames > 0:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import MISSING, asdict, dataclass, field, fields
 from typing import Any, ClassVar, TypeVar, get_type_hints
 
 from transformers import AttentionInterface, SchedulerType
@@ -13,19 +13,52 @@ from favor.train.common.program import DataclassParser, did_you_mean
 
 ADAMW, SOFTMAX_BOUND = "adamw", "softmax_bound"
 DEFAULT_SEED = 42
-# How help shows the option lr_scheduler_type.
-SCHEDULE = {
-    "help": "Schedule of the learning rate: linear, cosine, constant, or another of transformers.SchedulerType.",
-    "metavar": "NAME",
-}
+PRECISIONS = ("no", "fp16", "bf16")
 # Arguments that do not change the result of a run.
-PRECISIONS = (None, "no", "fp16", "bf16")
-FREE = ("output_dir", "checkpointing_steps", "resume", "overwrite_output_dir", "report_to")
+FREE = ("output_dir", "checkpointing_steps", "resume", "overwrite_output_dir")
 
 
-def option(default: Any, text: str) -> Any:
-    """Makes a dataclass field with a help text; a percent sign in the text needs no escape."""
-    return field(default=default, metadata={"help": text.replace("%", "%%")})
+def option(
+    default: Any,
+    text: str,
+    *,
+    above: float | None = None,
+    least: float | None = None,
+    below: float | None = None,
+    most: float | None = None,
+    choices: Collection[str] = (),
+) -> Any:
+    """Makes a field of a `Checked` dataclass.
+
+    Args:
+        default: its value; a list is not shared. MISSING for an option that is required.
+        text: its help; a percent sign needs no escape.
+        above, least, below, most: bounds of its value, or of each value of a list. Default None: none.
+        choices: its possible values. Default (): all.
+    """
+    bounds = {"greater than": above, "at least": least, "less than": below, "at most": most}
+    bounds = {word: bound for word, bound in bounds.items() if bound is not None}
+    metadata = {"help": text.replace("%", "%%"), "bounds": bounds, "allowed": choices}
+    if isinstance(default, list):
+        return field(default_factory=lambda: list(default), metadata=metadata)
+    return field(default=default, metadata=metadata)
+
+
+class Checked:
+    """Base of a dataclass whose fields `option` makes; a value that is given, and not allowed, raises ValueError."""
+
+    def __post_init__(self) -> None:
+        """Checks each value by itself."""
+        holds = {"greater than": "__gt__", "at least": "__ge__", "less than": "__lt__", "at most": "__le__"}
+        for own in fields(self):  # type: ignore[arg-type]
+            value, bounds = getattr(self, own.name), own.metadata.get("bounds", {})
+            for one in value if isinstance(value, list) else [] if value is None else [value]:
+                if not all(getattr(float(one), holds[word])(float(bound)) for word, bound in bounds.items()):
+                    said = " and ".join(f"{word} {bound:g}" for word, bound in bounds.items())
+                    raise ValueError(f"{own.name} must be {said}, got {value}")
+                if (names := own.metadata.get("allowed")) and one not in names:
+                    near = did_you_mean(str(one), names)
+                    raise ValueError(f"{own.name} must be one of {', '.join(names)}, got {one!r}{near}")
 
 
 def check_positive(arguments: Any, *names: str) -> None:
@@ -36,34 +69,15 @@ def check_positive(arguments: Any, *names: str) -> None:
             raise ValueError(f"{name} must be greater than 0, got {value}")
 
 
-def check_backend(name: str | None) -> None:
-    """Raises ValueError for an attention backend that transformers does not know; a name with / is one of the hub."""
-    known = [*favor.BACKENDS, "sdpa", "eager"]
-    if name is not None and "/" not in name and name not in (*known, *AttentionInterface().valid_keys()):
-        raise ValueError(
-            f"attn_implementation must be one of {', '.join(known)}, got {name!r}{did_you_mean(name, known)}"
-        )
-
-
-def check_choice(arguments: Any, name: str, allowed: Collection[str | None]) -> None:
-    """Raises ValueError if a field is none of the allowed values; None stands for an option that is not given."""
-    value, names = getattr(arguments, name), [choice for choice in allowed if choice is not None]
-    if value not in allowed:
-        near = did_you_mean(str(value), names)
-        raise ValueError(f"{name} must be one of {', '.join(names)}, got {value!r}{near}")
-
-
-def check_schedule(name: str) -> None:
-    """Raises ValueError for a learning rate schedule that transformers does not know."""
-    known = [kind.value for kind in SchedulerType]
-    if name not in known:
-        raise ValueError(
-            f"lr_scheduler_type must be one of {', '.join(known)}, got {name!r}{did_you_mean(name, known)}"
-        )
+def refuse(*rules: tuple[Any, str]) -> None:
+    """Raises ValueError with the message of the first rule whose condition is met."""
+    for wrong, message in rules:
+        if wrong:
+            raise ValueError(message)
 
 
 @dataclass(kw_only=True)
-class BackendArguments:
+class BackendArguments(Checked):
     """The attention backend and its options."""
 
     attn_implementation: str | None = option(
@@ -89,7 +103,12 @@ class BackendArguments:
 
     def __post_init__(self) -> None:
         """Checks the backend and its options; raises ValueError."""
-        check_backend(self.attn_implementation)
+        super().__post_init__()
+        name, known = self.attn_implementation, [*favor.BACKENDS, "sdpa", "eager"]
+        # Others may be registered, and a name with / is one of the hub.
+        if name is not None and "/" not in name and name not in (*known, *AttentionInterface().valid_keys()):
+            near = did_you_mean(name, known)
+            raise ValueError(f"attn_implementation must be one of {', '.join(known)}, got {name!r}{near}")
         if self.exact_below not in (None, "auto") and not self.exact_below.isdecimal():
             raise ValueError(f"exact_below must be a number of tokens or auto, got {self.exact_below!r}")
         favor.FavorConfig.from_dict(self.favor_options())
@@ -115,134 +134,117 @@ class BackendArguments:
 class ModelArguments(BackendArguments):
     """The model and its attention."""
 
-    model_name_or_path: str = field(metadata={"help": "Hub name or folder of a pretrained model."})
+    model_name_or_path: str = option(MISSING, "Hub name or folder of a pretrained model.")
     ignore_mismatched_sizes: bool = option(False, "Replace a head for other labels by a new head.")
     trust_remote_code: bool = option(
         False, "Allow code from the checkpoint to run, also that of pickle files: weights that are not in safetensors."
     )
-    dropout: float | None = option(None, "Every dropout probability of the model. Default: those of the checkpoint.")
-
-    def __post_init__(self) -> None:
-        """Checks the values; raises ValueError."""
-        super().__post_init__()
-        if self.dropout is not None and not 0 <= self.dropout < 1:
-            raise ValueError(f"dropout must be at least 0 and less than 1, got {self.dropout}")
+    dropout: float | None = option(
+        None, "Every dropout probability of the model. Default: those of the checkpoint.", least=0, below=1
+    )
 
 
 @dataclass
-class DataArguments:
+class DataArguments(Checked):
     """The task and its samples."""
 
-    task_name: str = field(metadata={"help": "cola, sst2, mrpc, stsb, qqp, mnli, qnli, rte or wnli."})
+    task_name: str = option(MISSING, "cola, sst2, mrpc, stsb, qqp, mnli, qnli, rte or wnli.")
     data_dir: str | None = option(
         None, "Folder of GLUE, or of the task, with TSV files. Default: nyu-mll/glue on the hub."
     )
-    max_length: int = option(128, "Greatest number of tokens of a sample; the rest is cut off.")
-    max_train_samples: int | None = option(None, "Train on this number of samples only, the first ones.")
-    max_eval_samples: int | None = option(None, "Evaluate on this number of samples only, the first ones.")
+    max_length: int = option(128, "Greatest number of tokens of a sample; the rest is cut off.", above=0)
+    max_train_samples: int | None = option(None, "Train on this number of samples only, the first ones.", above=0)
+    max_eval_samples: int | None = option(None, "Evaluate on this number of samples only, the first ones.", above=0)
     distractors: int = option(
         0,
         "Texts of other samples around the one that holds the answer, for QNLI, MNLI and RTE: long documents, which "
         "need a larger max_length.",
+        least=0,
     )
-
-    def __post_init__(self) -> None:
-        """Checks the numbers; raises ValueError."""
-        check_positive(self, "max_length", "max_train_samples", "max_eval_samples")
-        if self.distractors < 0:
-            raise ValueError(f"distractors must not be negative, got {self.distractors}")
 
 
 @dataclass(kw_only=True)
-class RunArguments:
-    """The optimization and its output folder."""
+class FolderArguments(Checked):
+    """The output folder, and what serves to continue in it."""
 
-    output_dir: str = field(metadata={"help": "Folder of all results."})
-    learning_rate: float = option(5e-5, "Peak learning rate.")
-    weight_decay: float = option(0.01, "Weight decay of matrices; biases and normalisations are not decayed.")
-    num_train_epochs: float = option(3.0, "Epochs.")
-    max_train_steps: int | None = option(None, "Optimizer steps; replaces num_train_epochs.")
-    gradient_accumulation_steps: int = option(1, "Forward and backward passes per optimizer step.")
-    lr_scheduler_type: str = field(default="linear", metadata=SCHEDULE)
-    warmup_ratio: float = option(0.0, "Warm-up as a fraction of all steps.")
-    max_grad_norm: float = option(
-        1.0, f"Gradients are clipped to this norm, except those of a head with {SOFTMAX_BOUND}; 0: no clipping."
+    output_dir: str = option(MISSING, "Folder of all results.")
+    mixed_precision: str | None = option(
+        None, "no, fp16 or bf16. Default: that of accelerate launch, else no.", choices=PRECISIONS
     )
-    mixed_precision: str | None = option(None, "no, fp16 or bf16. Default: that of accelerate launch, else no.")
     seed: int | None = option(None, "Seed of new weights, order of samples, dropout and random features. Default 42.")
-    checkpointing_steps: int | None = option(None, "Optimizer steps between checkpoints. Default: no checkpoints.")
-    resume: bool = option(False, "Continue from the last checkpoint; a finished seed is not trained again.")
+    checkpointing_steps: int | None = option(
+        None, "Optimizer steps between checkpoints. Default: no checkpoints.", above=0
+    )
+    resume: bool = option(False, "Continue from the last checkpoint; what is finished is not run again.")
     overwrite_output_dir: bool = option(
         False, "Start again in a folder that holds a run; its checkpoints and results are deleted."
     )
-    report_to: str = option("none", "tensorboard or none.")
 
-    def __post_init__(self) -> None:
-        """Checks what argparse cannot; raises ValueError."""
-        check_positive(
-            self,
-            "gradient_accumulation_steps",
-            "max_train_steps",
-            "checkpointing_steps",
-            "num_train_epochs",
-            "learning_rate",
-        )
-        check_choice(self, "report_to", ("tensorboard", "none"))
-        check_choice(self, "mixed_precision", PRECISIONS)
-        check_schedule(self.lr_scheduler_type)
+
+@dataclass(kw_only=True)
+class RunArguments(FolderArguments):
+    """The optimization."""
+
+    weight_decay: ClassVar[float] = 0.01
+    lr_scheduler_type: ClassVar[str] = "cosine"
+
+    learning_rate: float = option(5e-5, "Peak learning rate.", above=0)
+    num_train_epochs: float = option(3.0, "Epochs.", above=0)
+    max_train_steps: int | None = option(None, "Optimizer steps; replaces num_train_epochs.", above=0)
+    gradient_accumulation_steps: int = option(1, "Forward and backward passes per optimizer step.", above=0)
+    warmup_ratio: float = option(0.0, "Warm-up as a fraction of all steps.")
 
 
 @dataclass(kw_only=True)
 class BatchedRunArguments(RunArguments):
-    """Sizes of batches."""
+    """Sizes of batches, and what is usual for text."""
 
-    per_device_train_batch_size: int = option(32, "Samples per process and forward pass.")
-    per_device_eval_batch_size: int = option(64, "Samples per process and forward pass in evaluation.")
-
-    def __post_init__(self) -> None:
-        """Checks what argparse cannot; raises ValueError."""
-        super().__post_init__()
-        check_positive(self, "per_device_train_batch_size", "per_device_eval_batch_size")
+    weight_decay: float = option(  # type: ignore[misc]
+        0.01, "Weight decay of matrices; biases and normalisations are not decayed."
+    )
+    lr_scheduler_type: str = option(  # type: ignore[misc]
+        "linear",
+        "Schedule of the learning rate: linear, cosine, constant, or another that transformers has.",
+        choices=[kind.value for kind in SchedulerType],
+    )
+    per_device_train_batch_size: int = option(32, "Samples per process and forward pass.", above=0)
+    per_device_eval_batch_size: int = option(64, "Samples per process and forward pass in evaluation.", above=0)
 
 
 @dataclass(kw_only=True)
 class TrainArguments(BatchedRunArguments):
     """One seed or several, and the order of the samples."""
 
-    seed: list[int] = field(  # type: ignore[assignment]
-        default_factory=lambda: [DEFAULT_SEED],
-        metadata={
-            "help": "Seed of new weights, order of samples, dropout and random features. With several there is one "
-            "training per seed, then mean and standard deviation."
-        },
+    seed: list[int] = option(  # type: ignore[assignment]  # noqa: RUF009
+        [DEFAULT_SEED],
+        "Seed of new weights, order of samples, dropout and random features. With several there is one training per "
+        "seed, then mean and standard deviation.",
     )
     group_by_length: bool = option(
         False, "Put samples of about the same length into one batch: less padding, but another order."
     )
 
     def __post_init__(self) -> None:
-        """Checks what argparse cannot; raises ValueError."""
+        """Checks the values; raises ValueError."""
         super().__post_init__()
         if len(set(self.seed)) != len(self.seed):
             raise ValueError(f"the numbers of seed must be different, got {self.seed}")
 
 
 @dataclass
-class HeadArguments:
+class HeadArguments(Checked):
     """The optimizer of the output layer."""
 
     head_optimizer: str = option(
         ADAMW,
         f"Optimizer of the output layer: {ADAMW}, or {SOFTMAX_BOUND} (favor.optim.SoftmaxBound, no weight decay).",
+        choices=(ADAMW, SOFTMAX_BOUND),
     )
     head_learning_rate: float | None = option(
-        None, f"Peak learning rate of the output layer. Default: 1 for {SOFTMAX_BOUND}, else that of the other layers."
+        None,
+        f"Peak learning rate of the output layer. Default: 1 for {SOFTMAX_BOUND}, else that of the other layers.",
+        above=0,
     )
-
-    def __post_init__(self) -> None:
-        """Checks the values; raises ValueError."""
-        check_positive(self, "head_learning_rate")
-        check_choice(self, "head_optimizer", (ADAMW, SOFTMAX_BOUND))
 
 
 Groups = TypeVar("Groups", bound="ArgumentGroups")

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import re
 import shutil
-import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from accelerate import Accelerator
+from accelerate import Accelerator, PartialState
 from accelerate.utils import DistributedType, gather_object
 from safetensors import SafetensorError
 
@@ -38,13 +36,13 @@ class Progress:
 
     Attributes:
         step: optimizer steps done.
-        loss_sum: sum of their losses.
+        losses: their losses.
         history: one entry for each finished epoch.
         before: metrics before the training, if the program measures them.
     """
 
     step: int = 0
-    loss_sum: float = 0.0
+    losses: list[float] = field(default_factory=list)
     history: list[dict[str, Any]] = field(default_factory=list)
     before: dict[str, float] | None = None
 
@@ -54,8 +52,9 @@ class Progress:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Takes over a saved state."""
-        self.step, self.loss_sum, self.history = state["step"], state["loss_sum"], state["history"]
-        self.before = state["before"]
+        self.step, self.history, self.before = state["step"], state["history"], state["before"]
+        # Earlier versions kept their sum.
+        self.losses = state["losses"] if "losses" in state else [state["loss_sum"] / self.step] * self.step
 
 
 @dataclass
@@ -95,7 +94,7 @@ class States:
         if self.accelerator.is_main_process:
             for name, part in self.parts.items():
                 files.write(folder, name, part.state_dict())
-        files.write(folder, self.own, {"step": self.accelerator.step, "random": files.random_state()})
+        files.write(folder, self.own, self.state_dict())
 
     def load(self, folder: Path) -> None:
         """Reads all files, then takes over what they hold.
@@ -104,20 +103,20 @@ class States:
             ValueError: if a file cannot be used; the message says which and why.
         """
         content = {name: files.read(folder, name) for name in (*self.parts, self.own)}
-        for name, part in self.parts.items():
+        for name, part in {**self.parts, self.own: self}.items():
             try:
                 part.load_state_dict(content[name])
             except (ValueError, KeyError, TypeError, AttributeError, IndexError, RuntimeError) as error:
                 raise files.DamagedError(f"{name} does not fit this run ({type(error).__name__}: {error})") from error
-        try:
-            self.accelerator.step = content[self.own]["step"]
-            files.restore_random_state(content[self.own]["random"])
-        except (ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
-            raise files.DamagedError(f"{self.own} does not fit this run ({type(error).__name__}: {error})") from error
 
-    def nbytes(self) -> int:
-        """Gives about the number of bytes of a checkpoint."""
-        return sum(files.tensor_bytes(part.state_dict()) for part in self.parts.values())
+    def state_dict(self) -> dict[str, Any]:
+        """Gives what differs between processes."""
+        return {"step": self.accelerator.step, "random": files.random_state()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Takes it over."""
+        self.accelerator.step = state["step"]
+        files.restore_random_state(state["random"])
 
 
 def save_checkpoint(states: States, folder: Path, step: int) -> None:
@@ -140,7 +139,7 @@ def save_checkpoint(states: States, folder: Path, step: int) -> None:
     accelerator.wait_for_everyone()
     problem = None
     try:
-        with writing(final, states.nbytes):
+        with _writing(final):
             partial.mkdir(parents=True, exist_ok=True)
             # First, so that a part of a checkpoint is known as ours.
             if accelerator.is_main_process and (folder / SETTINGS).exists():
@@ -185,9 +184,9 @@ def resume(states: States, folder: Path) -> Path | None:
             problem = " ".join(str(error).split())
         said = [one for one in gather_object([problem]) if one]
         if not said:
-            for number in range(len(problems)):
-                if accelerator.is_main_process:
-                    set_aside(found[-1 - number])
+            for damaged in found[len(found) - len(problems) :] if accelerator.is_main_process else ():
+                remove(aside := damaged.with_name(f"{damaged.name}.damaged"))
+                damaged.rename(aside)
             accelerator.wait_for_everyone()
             return path
         problems.append(f"{path.name}: {said[0]}")
@@ -199,14 +198,7 @@ def resume(states: States, folder: Path) -> Path | None:
     return None
 
 
-def set_aside(path: Path) -> None:
-    """Renames a damaged checkpoint, so that no run uses it."""
-    aside = path.with_name(f"{path.name}.damaged")
-    remove(aside)
-    path.rename(aside)
-
-
-def is_ours(path: Path) -> bool:
+def _is_ours(path: Path) -> bool:
     """Tells whether a path has the name and the files of a checkpoint, whole or not, that `save_checkpoint` wrote."""
     if not CHECKPOINT.fullmatch(path.name):
         return False
@@ -217,7 +209,7 @@ def is_ours(path: Path) -> bool:
 
 def remove(path: Path) -> None:
     """Removes a checkpoint, or a link to one, if it exists; a folder that is not ours stays."""
-    if not is_ours(path):
+    if not _is_ours(path):
         return
     if path.is_symlink():
         path.unlink()
@@ -226,40 +218,25 @@ def remove(path: Path) -> None:
 
 
 def save_pretrained(folder: Path, model: Any, *others: Any) -> None:
-    """Saves a model and its tokenizer or processor, as transformers does; raises OSError as `writing` does.
-
-    Args:
-        folder: where they are saved.
-        model: the model.
-        *others: objects with `save_pretrained`.
-    """
-    with writing(folder, lambda: files.tensor_bytes(model.state_dict())):
+    """Saves a model and its tokenizer or processor, as transformers does; raises OSError as `writing` does."""
+    with _writing(folder):
         for part in (model, *others):
             part.save_pretrained(folder)
 
 
 @contextmanager
-def writing(path: Path, size: Callable[[], int]) -> Iterator[None]:
-    """Raises OSError with the path if the code inside the context cannot write; on a full disk also with the sizes.
-
-    Args:
-        path: the file or folder that is written.
-        size: gives its bytes.
-    """
+def _writing(path: Path) -> Iterator[None]:
+    """Raises OSError with the path and the free space if the code inside the context cannot write."""
     try:
         yield
     except (OSError, SafetensorError) as error:
-        sizes = ""
-        # safetensors gives the error of the operating system in words alone.
-        if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or re.search("No space|quota", str(error)):
-            free = shutil.disk_usage(path.parent).free
-            sizes = f", which needs about {size() / 1e6:.1f} MB; {free / 1e6:.1f} MB are free"
-        raise OSError(f"cannot write {path}{sizes}: {error}") from error
+        free = f"; {shutil.disk_usage(path.parent).free / 1e6:.1f} MB are free" if path.parent.exists() else ""
+        raise OSError(f"cannot write {path}: {error}{free}") from error
 
 
 def checkpoints(folder: Path) -> list[Path]:
     """Lists the complete checkpoints of a run, oldest first."""
-    numbered = [path for path in folder.glob("checkpoint-*") if path.suffix != ".damaged" and is_ours(path)]
+    numbered = [path for path in folder.glob("checkpoint-*") if path.suffix != ".damaged" and _is_ours(path)]
     return sorted(numbered, key=lambda path: int(path.name.removeprefix("checkpoint-")))
 
 
@@ -280,10 +257,9 @@ def check_foreign(folder: Path, overwrite: bool) -> None:
         ValueError: for a checkpoint or settings of another program, or a model that would be replaced.
     """
     foreign = [path for path in sorted(folder.glob("checkpoint*")) if CHECKPOINT.fullmatch(path.name)]
-    foreign = [path for path in foreign if not is_ours(path)]
+    foreign = [path for path in foreign if not _is_ours(path)]
     if not foreign and (folder / SETTINGS).exists():
-        with suppress(ValueError):  # if they are damaged: `saved_settings` says it
-            foreign = [] if "num_processes" in read_json(folder / SETTINGS) else [folder / SETTINGS]
+        foreign = [] if "num_processes" in read_json(folder / SETTINGS) else [folder / SETTINGS]
     if foreign:
         raise ValueError(
             f"{foreign[0]} was written by another program, or by an earlier favor, and would be lost: choose another "
@@ -311,8 +287,8 @@ def open_run(folder: Path, settings: dict[str, Any], resume: bool, overwrite: bo
 
     Raises:
         ValueError: if the folder holds a run and neither `resume` nor `overwrite` is set, if both are set, if the run
-            to resume had other settings or settings that cannot be read, if another run writes to the folder, or for
-            files of others that would be lost.
+            to resume had other settings, if another run writes to the folder, or for files that are damaged or would
+            be lost.
         OSError: if the folder cannot be written to.
     """
     if resume and overwrite:
@@ -326,8 +302,8 @@ def open_run(folder: Path, settings: dict[str, Any], resume: bool, overwrite: bo
             f"{folder} holds a run already: continue it with --resume, start it again with --overwrite_output_dir, or "
             "choose another --output_dir"
         )
-    before = saved_settings(folder) if there and resume else None
-    if before is not None:
+    if there and resume and (folder / SETTINGS).exists():
+        before = read_json(folder / SETTINGS)
         changed = [
             f"{name} was {before.get(name)!r} and is {settings.get(name)!r}"
             for name in sorted({*before, *settings})
@@ -337,32 +313,25 @@ def open_run(folder: Path, settings: dict[str, Any], resume: bool, overwrite: bo
             raise ValueError(f"cannot resume {folder} with other settings: {'; '.join(changed)}")
 
 
-def saved_settings(folder: Path) -> dict[str, Any] | None:
-    """Reads the settings of the run in a folder, or the copy in a checkpoint; None if there is no such file.
+def start_run(folder: Path, settings: dict[str, Any], overwrite: bool, stages: Sequence[str] = ()) -> None:
+    """Creates a run's folder and records its settings, when all processes have looked at it; all call this function.
 
-    Raises:
-        ValueError: if there are such files and none can be read.
+    Args:
+        folder: the run's folder.
+        settings: everything the result depends on.
+        overwrite: remove checkpoints and results of an earlier run.
+        stages: folders inside that have checkpoints too.
     """
-    problem = None
-    for place in (folder, *reversed(checkpoints(folder))):
-        try:
-            if (place / SETTINGS).exists():
-                return read_json(place / SETTINGS)
-        except ValueError as error:
-            problem = problem or error
-            warnings.warn(f"{error}; looking for the copy in a checkpoint", stacklevel=2)
-    if problem is not None:
-        raise ValueError(f"{problem}: remove the file to continue without a comparison of the settings")
-    return None
-
-
-def start_run(folder: Path, settings: dict[str, Any], overwrite: bool) -> None:
-    """Creates a run's folder and records its settings; with `overwrite`, removes the files of an earlier run."""
-    folder.mkdir(parents=True, exist_ok=True)
-    if overwrite:
-        clear(folder)
-        (folder / RESULTS).unlink(missing_ok=True)
-    write_json(folder / SETTINGS, settings)
+    process = PartialState()
+    process.wait_for_everyone()
+    if process.is_main_process:
+        folder.mkdir(parents=True, exist_ok=True)
+        if overwrite:
+            for place in (folder, *(folder / stage for stage in stages)):
+                clear(place)
+            (folder / RESULTS).unlink(missing_ok=True)
+        write_json(folder / SETTINGS, settings)
+    process.wait_for_everyone()
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The training loop of all programs: optimizer steps, checkpoints, and resuming in the middle of an epoch."""
+"""The training loop of all programs: order of samples, optimizer steps, checkpoints, and resuming within an epoch."""
 
 from __future__ import annotations
 
@@ -13,14 +13,93 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from accelerate.utils import GradientAccumulationPlugin
+from torch import Tensor
+from torch.optim.swa_utils import AveragedModel
+from torch.utils.data import Sampler
 from tqdm.auto import tqdm
 from transformers import get_scheduler
+from transformers.trainer_pt_utils import get_length_grouped_indices
 
 import favor
-from favor._parts import needs
 from favor.train.common import checkpoint
 from favor.train.common.arguments import RunArguments
-from favor.train.common.batches import mix
+
+MAX_GRAD_NORM = 1.0
+
+
+class EpochSampler(Sampler[int]):
+    """A random order that depends on the seed and the epoch alone, so that a resumed run repeats it.
+
+    Args:
+        length: number of samples.
+        seed: seed of the run.
+        tokens: length of each sample, to put samples of about the same length into one batch; transformers'
+            `LengthGroupedSampler` does so too, but here the batches come in random order. None is a plain permutation.
+        batch_size: samples of a batch; needed with `tokens`.
+    """
+
+    def __init__(self, length: int, seed: int, tokens: list[int] | None = None, batch_size: int = 1) -> None:
+        self.length, self.seed, self.epoch = length, seed, 0
+        self.tokens, self.batch_size = tokens, batch_size
+
+    def set_epoch(self, epoch: int) -> None:
+        """Chooses the order of an epoch, from 0."""
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __iter__(self) -> Iterator[int]:
+        generator = torch.Generator().manual_seed(mix(self.seed, self.epoch))
+        order = torch.randperm(self.length, generator=generator).tolist()
+        if self.tokens is None:
+            yield from order
+            return
+        # Lengths are alike inside a batch, and batches are in random order. A last, smaller batch has any lengths.
+        full = self.length // self.batch_size
+        kept, rest = order[: full * self.batch_size], order[full * self.batch_size :]
+        if kept:
+            tokens = [self.tokens[sample] for sample in kept]
+            grouped = get_length_grouped_indices(tokens, self.batch_size, generator=generator)
+            for batch in torch.randperm(full, generator=generator).tolist():
+                yield from (kept[i] for i in grouped[batch * self.batch_size : (batch + 1) * self.batch_size])
+        yield from rest
+
+
+class VisitSampler(EpochSampler):
+    """A sampler that yields `epoch * length + index`, so that a sample can differ between epochs."""
+
+    def __iter__(self) -> Iterator[int]:
+        yield from (self.epoch * self.length + index for index in super().__iter__())
+
+
+def mix(*numbers: int) -> int:
+    """Makes one seed from several non-negative numbers; two lists of numbers almost never give the same seed."""
+    result = 0
+    for number in numbers:
+        result = (result * 0x9E3779B97F4A7C15 + number + 1) % 2**63
+    return result
+
+
+def weight_average(model: torch.nn.Module, decay: float) -> AveragedModel:
+    """Makes an average of a model's weights, to be updated after every optimizer step.
+
+    The decay grows with the steps, min(decay, (1 + n) / (10 + n)), so that the first weights are soon forgotten.
+    Buffers are copied from the model.
+
+    Args:
+        model: the model whose weights are averaged, on its device.
+        decay: of the average, in [0, 1).
+
+    Returns:
+        The average, with `update_parameters(model)`, `module` and a state for checkpoints.
+    """
+
+    def average(averaged: Tensor, new: Tensor, count: Tensor | int) -> Tensor:
+        rate = min(decay, (1 + int(count)) / (10 + int(count)))
+        return torch.lerp(averaged, new, 1 - rate)
+
+    return AveragedModel(model, avg_fn=average)
 
 
 @dataclass
@@ -30,12 +109,13 @@ class Run:
     Attributes:
         clipped: the parameters whose gradients are clipped.
         states: all that a checkpoint holds.
-        after_step: called after every optimizer step.
         loss: (model, batch) -> loss; None is the loss that the model gives for the batch.
+        average: of the weights, if there is one.
         seconds: duration of every optimizer step.
     """
 
     accelerator: Accelerator
+    arguments: RunArguments
     model: torch.nn.Module
     optimizer: Any
     scheduler: Any
@@ -47,20 +127,21 @@ class Run:
     total_steps: int
     clipped: list[torch.nn.Parameter]
     states: checkpoint.States
-    after_step: Callable[[], None] | None = None
     loss: Callable[[Any, Any], torch.Tensor] | None = None
+    average: AveragedModel | None = None
     seconds: list[float] = field(default_factory=list)
 
+    @property
+    def trained(self) -> Any:
+        """The model to evaluate and to save: its average if there is one."""
+        return self.accelerator.unwrap_model(self.model) if self.average is None else self.average.module
 
-def make_accelerator(arguments: RunArguments, folder: Path, kwargs_handlers: list[Any] | None = None) -> Accelerator:
+
+def make_accelerator(arguments: RunArguments, kwargs_handlers: list[Any] | None = None) -> Accelerator:
     """Makes the accelerator of one training, set up by `accelerate launch` and the arguments."""
-    if arguments.report_to == "tensorboard":
-        needs("train", "tensorboard")
     return Accelerator(
         gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=arguments.gradient_accumulation_steps),
         mixed_precision=arguments.mixed_precision,
-        log_with="tensorboard" if arguments.report_to == "tensorboard" else None,
-        project_dir=folder,
         kwargs_handlers=kwargs_handlers,
     )
 
@@ -72,7 +153,7 @@ def start(
     seed: int,
     folder: Path,
     clipped: list[torch.nn.Parameter],
-    **others: Any,
+    ema_decay: float = 0.0,
 ) -> Run:
     """Makes a run at its beginning, or at its last checkpoint if it is resumed.
 
@@ -83,7 +164,7 @@ def start(
         seed: of the run.
         folder: of its checkpoints.
         clipped: the parameters whose gradients are clipped.
-        **others: further parts of a checkpoint, with `state_dict` and `load_state_dict`.
+        ema_decay: of an average of the weights, see `weight_average`. Default 0: none.
 
     Raises:
         ValueError: if there are checkpoints to resume from and none can be used, or if this model cannot be written to
@@ -95,30 +176,17 @@ def start(
     warmup = math.ceil(arguments.warmup_ratio * total_steps)
     # The scheduler has the bare optimizer: a prepared scheduler would advance once for each process.
     scheduler = get_scheduler(arguments.lr_scheduler_type, optimizer.optimizer, warmup, total_steps)
-    progress = checkpoint.Progress()
-    parts = {"model": accelerator.unwrap_model(model), "optimizer": optimizer, "scheduler": scheduler}
-    parts |= {"progress": progress, "redraws": favor.RedrawCounter(model), **others}
+    progress, bare = checkpoint.Progress(), accelerator.unwrap_model(model)
+    average = weight_average(bare, ema_decay) if ema_decay else None
+    parts = {"model": bare, "optimizer": optimizer, "scheduler": scheduler, "progress": progress}
+    parts |= {"redraws": favor.RedrawCounter(model), **({} if average is None else {"average": average})}
     states = checkpoint.States(accelerator, parts)
     if arguments.resume or arguments.checkpointing_steps:
         states.check()
     if arguments.resume and (saved := checkpoint.resume(states, folder)):
         accelerator.print(f"continuing from {saved.name}, step {progress.step} of {total_steps}")
-    if arguments.report_to != "none":
-        accelerator.init_trackers("tensorboard")
-    return Run(
-        accelerator,
-        model,
-        optimizer,
-        scheduler,
-        train_loader,
-        progress,
-        seed,
-        folder,
-        steps_per_epoch,
-        total_steps,
-        clipped,
-        states,
-    )
+    parts_of_run = (accelerator, arguments, model, optimizer, scheduler, train_loader, progress, seed, folder)
+    return Run(*parts_of_run, steps_per_epoch, total_steps, clipped, states, average=average)
 
 
 @contextmanager
@@ -132,7 +200,7 @@ def stoppable(run: Run) -> Iterator[None]:
         raise KeyboardInterrupt(f"stopped at step {run.progress.step}; {after}") from error
 
 
-def epochs(run: Run, arguments: RunArguments) -> Iterator[int]:
+def epochs(run: Run) -> Iterator[int]:
     """Trains the remaining epochs; yields the number of each epoch, from 1, when the epoch is over.
 
     The caller appends an entry to `run.progress.history` before it asks for the next epoch.
@@ -140,15 +208,12 @@ def epochs(run: Run, arguments: RunArguments) -> Iterator[int]:
     quiet = not run.accelerator.is_local_main_process
     with tqdm(total=run.total_steps, initial=run.progress.step, desc=f"seed {run.seed}", disable=quiet) as bar:
         while len(run.progress.history) < math.ceil(run.total_steps / run.steps_per_epoch):
-            train_epoch(run, arguments, bar)
+            train_epoch(run, bar)
             yield len(run.progress.history) + 1
 
 
-def training_mode(model: torch.nn.Module) -> None:
-    """Puts a model into training mode, but for the parts that are not trained.
-
-    Statistics of batch normalisation change in training mode without any gradient.
-    """
+def _training_mode(model: torch.nn.Module) -> None:
+    """Puts a model into training mode, but for the parts that are not trained."""
     model.train()
     for module in model.modules():
         weights = [*module.parameters()]
@@ -156,19 +221,19 @@ def training_mode(model: torch.nn.Module) -> None:
             module.eval()
 
 
-def train_epoch(run: Run, arguments: RunArguments, bar: tqdm) -> None:
+def train_epoch(run: Run, bar: tqdm) -> None:
     """Trains from the present step to the end of the epoch, or of all steps.
 
     Raises:
         FloatingPointError: if the loss is not finite.
     """
     accelerator, progress, epoch = run.accelerator, run.progress, len(run.progress.history)
-    done = (progress.step - epoch * run.steps_per_epoch) * arguments.gradient_accumulation_steps
+    done = (progress.step - epoch * run.steps_per_epoch) * run.arguments.gradient_accumulation_steps
     batches = accelerator.skip_first_batches(run.train_loader, done) if done else run.train_loader
     # Set it on both: each loader, when it is iterated, passes its own epoch on to the sampler.
     for loader in (run.train_loader, batches):
         loader.set_epoch(epoch)
-    training_mode(run.model)
+    _training_mode(run.model)
     losses: list[torch.Tensor] = []
     clock = time.perf_counter()
     for index, batch in enumerate(batches, done):
@@ -179,14 +244,13 @@ def train_epoch(run: Run, arguments: RunArguments, bar: tqdm) -> None:
         with accelerator.accumulate(run.model):
             loss = run.model(**batch).loss if run.loss is None else run.loss(run.model, batch)
             accelerator.backward(loss)
-            if accelerator.sync_gradients and arguments.max_grad_norm > 0:
-                accelerator.clip_grad_norm_(run.clipped, arguments.max_grad_norm)
+            if accelerator.sync_gradients:
+                accelerator.clip_grad_norm_(run.clipped, MAX_GRAD_NORM)
             run.optimizer.step()
             run.optimizer.zero_grad()
         losses.append(loss.detach())
         if not accelerator.sync_gradients:
             continue
-        rate = run.scheduler.get_last_lr()[0]
         if not accelerator.optimizer_step_was_skipped:
             run.scheduler.step()
         mean_loss = torch.stack(losses).mean().item()
@@ -194,12 +258,11 @@ def train_epoch(run: Run, arguments: RunArguments, bar: tqdm) -> None:
         if not math.isfinite(mean_loss):
             raise FloatingPointError(f"the loss is {mean_loss} at step {progress.step + 1}: lower the learning rate")
         progress.step += 1
-        if run.after_step is not None:
-            run.after_step()
-        progress.loss_sum += mean_loss
+        if run.average is not None:
+            run.average.update_parameters(accelerator.unwrap_model(run.model))
+        progress.losses.append(mean_loss)
         run.seconds.append(time.perf_counter() - clock)
         bar.update()
-        accelerator.log({"train_loss": mean_loss, "learning_rate": rate}, step=progress.step)
-        if arguments.checkpointing_steps and progress.step % arguments.checkpointing_steps == 0:
+        if (every := run.arguments.checkpointing_steps) and progress.step % every == 0:
             checkpoint.save_checkpoint(run.states, run.folder, progress.step)
         clock = time.perf_counter()

@@ -1,18 +1,30 @@
-"""How all programs talk to their user: the parts of the command `favor`, and a parser for dataclasses."""
+"""How all programs talk to their user: a parser for dataclasses, scores in one line, entries of the results."""
 
 from __future__ import annotations
 
 import argparse
 import inspect
+import platform
+import resource
+import shlex
+import statistics
+import sys
 from collections.abc import Sequence
 from dataclasses import MISSING, Field, fields
+from importlib.metadata import version
+from pathlib import Path
 from types import NoneType
 from typing import Any, get_args, get_origin, get_type_hints
 
+import torch
+from accelerate import PartialState
+
+import favor
 from favor_command.program import Formatter, Parser, check_new, did_you_mean, program
 
 __all__ = ["DataclassParser", "Formatter", "Parser", "check_new", "did_you_mean", "program"]
 
+PACKAGES = ("favor", "torch", "transformers", "accelerate", "datasets")
 WORDS = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
 
 
@@ -60,7 +72,7 @@ class DataclassParser(Parser):
 def _settings(field: Field[Any], hint: Any) -> dict[str, Any]:
     """Gives the arguments of `add_argument` for a field."""
     kind = next((own for own in get_args(hint) if own is not NoneType), hint) if NoneType in get_args(hint) else hint
-    settings = dict(field.metadata)
+    settings: dict[str, Any] = {"help": field.metadata["help"]}
     if get_origin(kind) is list:
         settings = {"type": get_args(kind)[0], "nargs": "+", **settings}
     elif kind is bool:
@@ -80,3 +92,68 @@ def _yes_or_no(word: str) -> bool:
     if word.lower() not in WORDS:
         raise argparse.ArgumentTypeError(f"expected true or false, got {word!r}")
     return WORDS[word.lower()]
+
+
+def _peak_memory(device: torch.device) -> int:
+    """Gives peak bytes: allocated on this process's GPU in this training, or resident in this process on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def _versions() -> dict[str, str]:
+    """Gives the versions of Python and of the packages that a result depends on."""
+    return {"python": platform.python_version(), **{name: version(name) for name in PACKAGES}}
+
+
+def load_line(model: Any, folder: Path | str, auto_class: type | None = None) -> str:
+    """Says in one line how to load a saved model, with a class of transformers or its own."""
+    return f'load it, after import favor, with {(auto_class or type(model)).__name__}.from_pretrained("{folder}")'
+
+
+def describe(scores: dict[str, float], std: dict[str, float | None] | None = None) -> str:
+    """Writes scores in one line: `accuracy 0.8410 ± 0.0100, f1 0.9001 ± 0.0080`."""
+    deviations = std or {}
+    parts = []
+    for name, value in scores.items():
+        deviation = deviations.get(name)
+        parts.append(f"{name} {value:.4f}" + (f" ± {deviation:.4f}" if deviation is not None else ""))
+    return ", ".join(parts)
+
+
+def of_training(run: Any, model: Any) -> dict[str, Any]:
+    """Gives the entries of the results that all trainings have.
+
+    Args:
+        run: the training, a `loop.Run`.
+        model: the trained model.
+    """
+    accelerator, progress, config = run.accelerator, run.progress, model.config
+    backend = config._attn_implementation
+    return {
+        "train_loss": statistics.fmean(progress.losses),
+        "steps": progress.step,
+        "seconds_per_step": statistics.median(run.seconds) if run.seconds else None,
+        "peak_memory_bytes": _peak_memory(accelerator.device),
+        "history": progress.history,
+        "attn_implementation": backend,
+        "favor": getattr(config, "favor_parts", None) or (config.favor if backend in favor.BACKENDS else None),
+        "mixed_precision": accelerator.mixed_precision,
+    }
+
+
+def of_program(module: str, words: Sequence[str] | None, arguments: dict[str, Any]) -> dict[str, Any]:
+    """Gives the entries of the results that say how they were made.
+
+    Args:
+        module: that is run.
+        words: its command line; None for that of this process.
+        arguments: its options, with their values.
+    """
+    return {
+        "arguments": arguments,
+        "command": shlex.join(["python", "-m", module, *(sys.argv[1:] if words is None else words)]),
+        "num_processes": PartialState().num_processes,
+        "versions": _versions(),
+    }

@@ -54,25 +54,8 @@ def read(folder: Path, name: str) -> Any:
         raise DamagedError(f"{path.name} cannot be read ({said})") from error
 
 
-def tensor_bytes(tree: Any) -> int:
-    """Counts the bytes that the tensors of a state take in its file."""
-    tensors: dict[str, Tensor] = {}
-    _encode(tree, "", tensors, {})
-    return sum(tensor.nbytes for tensor in tensors.values())
-
-
 def _encode(value: Any, path: str, tensors: dict[str, Tensor], known: dict[Any, str]) -> Any:
-    """Turns a value into one that JSON can hold; puts its tensors into `tensors`, each once.
-
-    A dictionary is written as a list of pairs, since keys of JSON are texts and keys of optimizers are numbers. An
-    object of JSON always names a kind of value: {"dict": ...}, {"tuple": ...} or {"tensor": NAME}.
-
-    Args:
-        value: a part of the state.
-        path: its place in the state, the name of its tensor.
-        tensors: tensors by name, to be added to.
-        known: names of the tensors that were added, to be added to.
-    """
+    """Turns a value into one that JSON can hold; puts its tensors into `tensors`, each once."""
     if value is None or isinstance(value, PLAIN):
         return value
     if isinstance(value, Tensor):

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Dataset, Sampler
+from transformers import WhisperProcessor
 
 from favor.models.speech.encoder import IGNORED
-from favor.train.common.batches import mix
-from favor.train.speech.acoustics import Acoustics
-from favor.train.speech.augment import SpecAugment, change_speed
-from favor.train.speech.data import Utterance, read_audio
+from favor.train.common.loop import mix
+from favor.train.speech.augment import Acoustics, SpecAugment, change_speed
+from favor.train.speech.data import Skipped, Utterance, keep, read_audio
 
 Key = tuple[int, int]
 
@@ -35,11 +35,10 @@ class SpeechDataset(Dataset):
         dither: standard deviation of noise on the samples, after all else. Default 0.
         augment: masks the features. Default None: no masks.
         seed: draws speeds, acoustics, dither and masks. Default 0.
-        resample: whether audio of another rate is resampled. Default False.
         teacher: makes features of the waveform at its speed, without noise and masks, for a teacher. Default None.
 
     Raises:
-        ValueError: if there are no utterances or no speeds, or an utterance has no length.
+        ValueError: if there are no utterances or no speeds.
     """
 
     def __init__(
@@ -52,16 +51,12 @@ class SpeechDataset(Dataset):
         dither: float = 0.0,
         augment: SpecAugment | None = None,
         seed: int = 0,
-        resample: bool = False,
         teacher: Any = None,
     ) -> None:
         if len(utterances) == 0 or len(speeds) == 0:
             raise ValueError(f"utterances and speeds must not be empty, got {len(utterances)} and {len(speeds)}.")
-        unknown = [utterance.id for utterance in utterances if utterance.seconds is None]
-        if unknown:
-            raise ValueError(f"utterance {unknown[0]} has no length yet: prepare the utterances first.")
         self.utterances, self.speeds, self.dither = list(utterances), tuple(speeds), dither
-        self.extractor, self.seed, self.resample = processor.feature_extractor, seed, resample
+        self.extractor, self.seed = processor.feature_extractor, seed
         self.acoustics, self.augment, self.teacher = acoustics, augment, teacher
         self.labels = self._labels(processor, [utterance.text for utterance in utterances])
 
@@ -87,7 +82,7 @@ class SpeechDataset(Dataset):
         rate = self.extractor.sampling_rate
         generator = torch.Generator().manual_seed(mix(self.seed, epoch, index))
         speed = self.speeds[int(torch.randint(len(self.speeds), (), generator=generator))]
-        waveform = change_speed(read_audio(utterance, rate, self.resample), speed)
+        waveform = change_speed(read_audio(utterance, rate), speed)
         heard = {}
         if self.teacher is not None:
             heard["teacher_features"] = self.teacher(waveform, sampling_rate=rate)["input_features"][0]
@@ -135,23 +130,82 @@ def collate(samples: Sequence[dict[str, Any]], with_index: bool = False) -> dict
     return batch
 
 
+class WhisperDataset(SpeechDataset):
+    """Samples of a Whisper: features of 30 seconds, and the tokens that its decoder says after the first one.
+
+    The arguments are those of `SpeechDataset`, with a `WhisperProcessor`. Transcripts in capitals alone, such as
+    LibriSpeech's, become small letters, since Whisper has few tokens for words in capitals.
+    """
+
+    @property
+    def durations(self) -> list[float]:
+        """Seconds of every sample, silence at its end included."""
+        return [float(self.extractor.chunk_length)] * len(self)
+
+    def _labels(self, processor: Any, texts: Sequence[str]) -> list[Tensor]:
+        return [torch.tensor(ids, dtype=torch.int32) for ids in label_ids(processor.tokenizer, texts)]
+
+    def _features(self, waveform: np.ndarray, generator: torch.Generator) -> tuple[Tensor, int]:
+        if self.dither:
+            waveform = waveform + self.dither * torch.randn(len(waveform), generator=generator).numpy()
+        features = self.extractor(waveform, sampling_rate=self.extractor.sampling_rate, return_tensors="pt")
+        frames = -(-len(waveform) // self.extractor.hop_length)
+        return features["input_features"].transpose(1, 2), min(frames, features["input_features"].shape[2])
+
+
+def collate_whisper(samples: Sequence[dict[str, Any]], with_index: bool = False) -> dict[str, Tensor]:
+    """Makes a batch of samples of `WhisperDataset`, as `collate` does: `input_features [B, F, T]`, without a mask."""
+    batch = collate(samples, with_index)
+    del batch["attention_mask"]
+    batch["input_features"] = batch["input_features"].transpose(1, 2).contiguous()
+    return batch
+
+
+def label_ids(tokenizer: Any, texts: Sequence[str]) -> list[list[int]]:
+    """Gives the tokens of transcripts, from the one after the first special token to the end of the text."""
+    spoken = [" " + (text.lower() if text.isupper() else text) for text in texts]
+    return [ids[1:] for ids in tokenizer(spoken)["input_ids"]] if spoken else []
+
+
+def fitting(
+    utterances: Sequence[Utterance], processor: WhisperProcessor, skipped: Skipped, *, slowest: float, most: int | None
+) -> list[Utterance]:
+    """Selects the utterances that a Whisper can hear; the others go to `skipped`, which may raise.
+
+    Args:
+        utterances: with `seconds`.
+        processor: of the model.
+        skipped: takes the others.
+        slowest: smallest speed factor.
+        most: greatest number of tokens of a transcript; None for utterances that are only transcribed.
+    """
+    longest = processor.feature_extractor.chunk_length
+    tokens = label_ids(processor.tokenizer, [utterance.text for utterance in utterances])
+
+    def fault(utterance: Utterance, ids: list[int]) -> str | None:
+        seconds = (utterance.seconds or 0.0) / slowest
+        if seconds > longest:
+            return f"{seconds:.2f} s at the slowest speed, and this Whisper hears {longest:g}"
+        if most is not None and len(ids) > most:
+            return f"{len(ids)} tokens, and the decoder has {most} places"
+        return None
+
+    return keep(utterances, map(fault, utterances, tokens), skipped)
+
+
 class DurationBatchSampler(Sampler[list[Key]]):
     """A sampler of batches: utterances of similar length, at most `max_seconds` of padded audio per batch.
 
     Utterances are sorted by length and cut into buckets of `batches_per_bucket` batches. The longest utterance of a
     bucket decides how many utterances its batches have. Each epoch shuffles every bucket, cuts it into batches, and
     shuffles the batches. The order depends on the seed and the epoch alone, and every epoch has the same number of
-    batches, so that a number of steps says the place in the run.
+    batches, so that a number of steps says the place in the run. A batch is a list of keys `(epoch, index)` for
+    `SpeechDataset`: workers need not be told the epoch.
 
-    A batch is a list of keys `(epoch, index)` for `SpeechDataset`: workers need not be told the epoch.
-
-    Make a `DataLoader(dataset, batch_sampler=sampler, collate_fn=collate)` and give it to `accelerator.prepare`, with
-    accelerate's defaults `even_batches=True, split_batches=False, dispatch_batches=None`. Then batch i goes to
-    process i % n, and the first batches are repeated at the end of the epoch so that every process has
-    `ceil(len(sampler) / n)` batches. `loader.set_epoch(epoch)` reaches the sampler, also with several processes. A
-    loader from `skip_first_batches` passes the epoch on with one process only, so call `set_epoch` on the prepared
-    loader as well. In an evaluation with several processes utterances of the first batches may come twice: gather
-    `index` too, which `collate` adds. `gather_for_metrics` does not know how many to drop.
+    A prepared `DataLoader(dataset, batch_sampler=sampler, collate_fn=collate)` gives batch i to process i % n, and
+    repeats the first batches so that every process has `ceil(len(sampler) / n)`. Its `set_epoch` reaches the sampler;
+    a loader from `skip_first_batches` passes the epoch on with one process only. In an evaluation utterances may come
+    twice: gather `index` too, since `gather_for_metrics` does not know how many to drop.
 
     Args:
         durations: seconds of every utterance, at its own speed.
@@ -159,18 +213,12 @@ class DurationBatchSampler(Sampler[list[Key]]):
         seed: draws the order. Default 0.
         speeds: speed factors of the dataset; a batch leaves room for the slowest. Default (1.0,).
         shuffle: False gives the longest utterances first, in as few batches as possible. Default True.
-        batches_per_bucket: a greater number mixes utterances better and pads more; without shuffling it is 1.
-            Default 8.
+        batches_per_bucket: a greater number mixes utterances better and pads more. Default 8.
         allow_long: whether an utterance longer than max_seconds is a batch of its own. Default False: it is an error.
         names: names of the utterances, for this error. Default None: their numbers.
 
     Raises:
-        ValueError: if there are no utterances, one is too long, or a number is out of range.
-
-    Example:
-        >>> sampler = DurationBatchSampler([1.0, 2.0, 3.0, 4.0], max_seconds=6.0, shuffle=False)
-        >>> list(sampler)
-        [[(0, 3)], [(0, 2), (0, 1)], [(0, 0)]]
+        ValueError: if there are no utterances, or one is too long.
     """
 
     def __init__(
@@ -187,11 +235,6 @@ class DurationBatchSampler(Sampler[list[Key]]):
     ) -> None:
         if len(durations) == 0 or min(durations) <= 0:
             raise ValueError("durations must hold positive seconds, at least one.")
-        if len(speeds) == 0 or min(speeds) <= 0 or max_seconds <= 0 or batches_per_bucket < 1:
-            raise ValueError(
-                "max_seconds, speeds and batches_per_bucket must be positive, got "
-                f"{max_seconds}, {list(speeds)} and {batches_per_bucket}."
-            )
         self.seed, self.shuffle, self.epoch = seed, shuffle, 0
         room = max_seconds * min(speeds)
         order = sorted(range(len(durations)), key=lambda index: (-durations[index], index))

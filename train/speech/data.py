@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
+import os
+import reprlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -12,11 +14,23 @@ from typing import Any, Protocol
 import numpy as np
 
 from favor.models.conformer.configuration_conformer import subsampled_frames
-from favor.models.speech import read_file
+from favor.models.speech import normalize_transcript, read_file
+from favor.train.text.samples import is_text
 
 # Endings of files that are audio.
 AUDIO = (".flac", ".mp3", ".wav")
 LISTED = 20
+# What a column may be called, here, by NeMo, by Mozilla Common Voice and on the hub; the first name counts.
+COLUMNS = {
+    "audio": ("audio", "audio_filepath", "path"),
+    "text": ("text", "sentence"),
+    "id": ("id",),
+    "seconds": ("seconds", "duration"),
+    "offset": ("offset",),
+    "speaker": ("speaker", "speaker_id", "client_id"),
+    "chapter": ("chapter", "chapter_id"),
+}
+CLIPS = "clips"  # folder of the files of Common Voice, beside its tables
 
 
 class StoredAudio(Protocol):
@@ -100,16 +114,13 @@ class Skipped:
 
     Attributes:
         reasons: for each name the reason why it is left out, in the order of discovery.
-
-    Raises:
-        ValueError: for a negative limit or a float above 1.
     """
 
     max_bad: int | float = 0
     reasons: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        """Checks the limit."""
+        """Checks the limit; raises ValueError if it is negative, or a float above 1."""
         if self.max_bad < 0 or (isinstance(self.max_bad, float) and self.max_bad > 1):
             raise ValueError(f"max_bad must be a whole number or a float between 0 and 1, got {self.max_bad!r}.")
 
@@ -155,36 +166,96 @@ def join(utterances: Sequence[Utterance], most: float) -> list[Utterance]:
     return [Utterance.joined(group) for group in groups]
 
 
-def read_audio(
-    source: Utterance | str | Path | bytes, sampling_rate: int = 16000, resample: bool = False
-) -> np.ndarray:
-    """Reads the samples of an utterance or of an audio file; see `favor.models.speech.read_file`.
+def from_row(row: Any, folder: Path, transcripts: bool) -> Utterance:
+    """Makes an utterance from a row; raises ValueError for a bad row.
+
+    Args:
+        row: an object of JSON or a row of a table, with columns of any name in `COLUMNS`.
+        folder: where the audio is, there or in `clips`.
+        transcripts: whether the row needs a text.
+    """
+    if not isinstance(row, Mapping):
+        raise ValueError(f"expected one JSON object per line, got {reprlib.repr(row)}")
+    if None in row:
+        raise ValueError(f"has more fields than the header (in CSV, quote a text with commas): {row[None][0]!r:.60}")
+    found = {
+        name: row[own] for name, others in COLUMNS.items() for own in reversed(others) if row.get(own) not in (None, "")
+    }
+    needed = ("audio", "text") if transcripts else ("audio",)
+    missing = [name for name in needed if not isinstance(found.get(name), str) or not found[name].strip()]
+    if missing:
+        raise ValueError(f"{' and '.join(missing)} must be given, got {reprlib.repr(dict(row))}")
+    seconds, offset = _seconds(found, "seconds"), _seconds(found, "offset")
+    told = {name: _text(found, name) for name in ("audio", "text", "id", "speaker", "chapter")}
+    if not (text := normalize_transcript(told["text"] or "")) and transcripts:
+        raise ValueError(f"text is empty after normalisation of {told['text']!r}")
+    path = folder / str(told["audio"])
+    if "path" in row and os.path.isfile(clip := folder / CLIPS / str(told["audio"])):
+        path = clip
+    audio = path if offset is None else Piece(path, offset, seconds)
+    name = told["id"] or f"{told['audio']}{'' if offset is None else f'@{offset}'}"
+    return Utterance(name, text, audio, seconds, told["speaker"], told["chapter"])
+
+
+def _seconds(found: Mapping[str, Any], name: str) -> float | None:
+    """Gives a length of time, if there is one."""
+    try:
+        value = float(found.get(name, 0))
+    except (TypeError, ValueError, OverflowError):
+        value = math.nan
+    if not 0 <= value < math.inf:
+        raise ValueError(f"{name} must be a number of seconds, got {reprlib.repr(found[name])}")
+    return value if name in found else None
+
+
+def _text(found: Mapping[str, Any], name: str) -> str | None:
+    """Gives a text or a number as a text, if there is one."""
+    value = found.get(name)
+    if value is None:
+        return None
+    if not isinstance(value, (str, int, float)) or not is_text(str(value)):
+        raise ValueError(f"{name} must be a text in UTF-8, got {reprlib.repr(value)}")
+    return str(value)
+
+
+def read_audio(source: Utterance | str | Path | bytes, sampling_rate: int = 16000) -> np.ndarray:
+    """Reads the samples of an utterance or of an audio file, at a sampling rate.
 
     Args:
         source: an utterance, a path, or the bytes of a file.
-        sampling_rate: wanted rate in Hz. Default 16000.
-        resample: whether audio of another rate is resampled. Default False: it is an error.
+        sampling_rate: in Hz; audio of another rate is converted. Default 16000.
 
     Returns:
-        `[n]`, float32, in [-1, 1]; channels are averaged.
+        `[n]`, float32; channels are averaged.
 
     Raises:
-        ValueError: as `read_file`; the message names the place of the utterance.
+        ValueError: as `favor.models.speech.read_file`; the message names the place of the utterance.
     """
     if not isinstance(source, Utterance):
-        return read_file(source, sampling_rate, resample)
+        return read_file(source, sampling_rate, True)
     if source.parts:
-        return np.concatenate([read_audio(part, sampling_rate, resample) for part in source.parts])
+        return np.concatenate([read_audio(part, sampling_rate) for part in source.parts])
     audio: Any = source.audio
-    if isinstance(audio, (str, Path, bytes)):
-        return read_file(audio, sampling_rate, resample, source.place)
     if isinstance(audio, Piece):
-        return read_file(audio.recording, sampling_rate, resample, source.place, audio.offset, audio.seconds)
-    try:
-        content = audio.read()
-    except (OSError, RuntimeError) as error:
-        raise ValueError(f"{source.place}: cannot be decoded: {error}") from error
-    return read_file(content, sampling_rate, resample, source.place)
+        return read_file(audio.recording, sampling_rate, True, source.place, audio.offset, audio.seconds)
+    if not isinstance(audio, (str, Path, bytes)):
+        try:
+            audio = audio.read()
+        except (OSError, RuntimeError) as error:
+            raise ValueError(f"{source.place}: cannot be decoded: {error}") from error
+    return read_file(audio, sampling_rate, True, source.place)
+
+
+def keep(utterances: Sequence[Utterance], faults: Iterable[str | None], skipped: Skipped) -> list[Utterance]:
+    """Gives the utterances whose fault is None; the others go to `skipped`, which may raise."""
+    kept, total = [], len(utterances) + len(skipped)
+    for utterance, fault in zip(utterances, faults, strict=True):
+        if fault is None:
+            kept.append(utterance)
+        else:
+            skipped.add(f"{utterance.id} ({utterance.place})", fault)
+    skipped.check(total)
+    return kept
 
 
 def needed_frames(ids: Sequence[int], ctc: bool = True) -> int:
@@ -202,45 +273,34 @@ def needed_frames(ids: Sequence[int], ctc: bool = True) -> int:
 def check_lengths(
     utterances: Sequence[Utterance],
     processor: Any,
-    skipped: Skipped | None = None,
+    skipped: Skipped,
     *,
     ctc: bool = True,
     fastest: float = 1.0,
     outputs: Callable[[int], int] = subsampled_frames,
 ) -> list[Utterance]:
-    """Selects the utterances whose transcript fits into their audio.
+    """Selects the utterances whose transcript fits into their audio; the others go to `skipped`, which may raise.
 
     Args:
         utterances: with `seconds`.
         processor: a `ConformerProcessor`.
-        skipped: takes the others. Default None: the first one raises.
+        skipped: takes the others.
         ctc: whether equal neighbouring tokens need a blank between them, as in `needed_frames`. Default True.
         fastest: greatest speed factor of the training. Default 1.
         outputs: encoder outputs for a number of feature frames. Default `subsampled_frames`.
-
-    Returns:
-        The utterances that fit, in order.
-
-    Raises:
-        ValueError: for an utterance without `seconds`, or for more misfits than `skipped` takes.
     """
-    skipped = Skipped() if skipped is None else skipped
-    extractor, kept, total = processor.feature_extractor, [], len(utterances) + len(skipped)
+    extractor = processor.feature_extractor
     tokens = processor.tokenizer([utterance.text for utterance in utterances])["input_ids"] if utterances else []
-    for utterance, ids in zip(utterances, tokens, strict=True):
-        if utterance.seconds is None:
-            raise ValueError(f"utterance {utterance.id} has no length yet: prepare the utterances first.")
-        samples = math.ceil(round(utterance.seconds * extractor.sampling_rate) / fastest)
+
+    def fault(utterance: Utterance, ids: Sequence[int]) -> str | None:
+        samples = math.ceil(round((utterance.seconds or 0.0) * extractor.sampling_rate) / fastest)
         available, needed = outputs(extractor.num_frames(samples)), needed_frames(ids, ctc)
         if available >= max(needed, 1):
-            kept.append(utterance)
-        else:
-            skipped.add(
-                f"{utterance.id} ({utterance.place})",
-                f"{utterance.seconds:.2f} s give {available} frames, too few for {len(ids)} tokens that need {needed}",
-            )
-    skipped.check(total)
-    return kept
+            return None
+        few = f"{utterance.seconds:.2f} s give {available} frames, too few"
+        return f"{few} for {len(ids)} tokens that need {needed}"
+
+    return keep(utterances, map(fault, utterances, tokens), skipped)
 
 
 def long_enough(
@@ -259,12 +319,10 @@ def long_enough(
         skipped: takes the others.
         outputs: encoder outputs for a number of feature frames. Default `subsampled_frames`.
     """
-    extractor, kept, total = processor.feature_extractor, [], len(utterances) + len(skipped)
-    for utterance in utterances:
+    extractor = processor.feature_extractor
+
+    def fault(utterance: Utterance) -> str | None:
         frames = extractor.num_frames(round((utterance.seconds or 0) * extractor.sampling_rate))
-        if outputs(frames):
-            kept.append(utterance)
-        else:
-            skipped.add(f"{utterance.id} ({utterance.place})", f"{frames} feature frames, too few for the encoder")
-    skipped.check(total)
-    return kept
+        return None if outputs(frames) else f"{frames} feature frames, too few for the encoder"
+
+    return keep(utterances, map(fault, utterances), skipped)

@@ -1,26 +1,44 @@
-"""The loaders of a speech training."""
+"""The loaders of speech: of a training, of an evaluation, of a distillation."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from torch.utils.data import DataLoader
-from transformers import WhisperProcessor
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+from transformers import AutoFeatureExtractor, AutoProcessor, PreTrainedModel, WhisperProcessor
 
 from favor.models.speech import ConformerProcessor
-from favor.train.speech.acoustics import Acoustics, audio_files
+from favor.train.common.loop import EpochSampler, mix
 from favor.train.speech.arguments import SYNTHETIC, Arguments, SpeechDataArguments
-from favor.train.speech.augment import SpecAugment
-from favor.train.speech.batches import DurationBatchSampler, Key, SpeechDataset, collate
-from favor.train.speech.data import Utterance
-from favor.train.speech.whisper import WhisperDataset, collate_whisper
+from favor.train.speech.augment import Acoustics, SpecAugment, audio_files
+from favor.train.speech.batches import (
+    DurationBatchSampler,
+    Key,
+    SpeechDataset,
+    WhisperDataset,
+    collate,
+    collate_whisper,
+)
+from favor.train.speech.data import Utterance, join, read_audio
+from favor.train.speech.sources import load_speech
+from favor.train.text.distill_data import HELD_OUT_SAMPLES, check_number
+from favor_command.saved import load_processor
+
+if TYPE_CHECKING:
+    from favor.train.distill import DistillArguments
 
 # Standard deviation of noise added to the samples in training.
 DITHER = 1e-5
 # Range of reverberation times in seconds of responses that are made, those of rooms.
 RT60 = (0.2, 0.6)
+INPUTS = ("input_features", "input_values")
+# Consecutive utterances of a chapter are joined up to this length; a Whisper hears 30 seconds.
+JOIN_SECONDS = 28.0
 
 
 def make_acoustics(data: SpeechDataArguments) -> Acoustics | None:
@@ -56,8 +74,10 @@ def make_loaders(
         acoustics: changes the waveforms of the training set. Default None: they stay.
         teacher: makes features for a teacher, see `SpeechDataset`. Default None.
     """
-    data = arguments.data
-    masks = SpecAugment(data.frequency_masks, data.frequency_width, data.time_masks, data.time_part)
+    data, masks = arguments.data, SpecAugment()
+    if data.spec_augment is not None:
+        *numbers, part = data.spec_augment
+        masks = SpecAugment(*map(int, numbers), part)
     kind, put_together = _kinds(processor)
     dataset = kind(
         utterances,
@@ -67,7 +87,6 @@ def make_loaders(
         acoustics=acoustics,
         augment=masks,
         seed=seed,
-        resample=data.resample,
         teacher=teacher,
     )
     room, workers = arguments.train.per_device_train_batch_seconds, {"num_workers": data.dataloader_num_workers}
@@ -78,10 +97,7 @@ def make_loaders(
             dataset.durations, room, seed, speeds=data.speeds, names=[utterance.id for utterance in utterances]
         )
     train_loader: DataLoader = DataLoader(dataset, batch_sampler=sampler, collate_fn=put_together, **workers)
-    eval_loaders = {
-        split: evaluation_loader(part, processor, room, resample=data.resample, **workers)
-        for split, part in evaluation.items()
-    }
+    eval_loaders = {split: evaluation_loader(part, processor, room, **workers) for split, part in evaluation.items()}
     return train_loader, eval_loaders
 
 
@@ -90,7 +106,6 @@ def evaluation_loader(
     processor: ConformerProcessor | WhisperProcessor,
     max_seconds: float,
     *,
-    resample: bool = False,
     num_workers: int = 0,
     choose: Callable[[list[list[Key]]], list[list[Key]]] | None = None,
 ) -> DataLoader:
@@ -100,12 +115,11 @@ def evaluation_loader(
         utterances: with their lengths.
         processor: of the model.
         max_seconds: seconds of a batch, padding included; a longer utterance is a batch of its own.
-        resample: whether audio of another rate is resampled. Default False.
         num_workers: processes that read audio ahead. Default 0: none.
         choose: takes the batches and returns those to load. Default None: all.
     """
     kind, put_together = _kinds(processor)
-    dataset = kind(utterances, processor, resample=resample)
+    dataset = kind(utterances, processor)
     sampler = DurationBatchSampler(dataset.durations, max_seconds, shuffle=False, allow_long=True)
     batches = sampler if choose is None else choose(list(sampler))
     numbered = partial(put_together, with_index=True)
@@ -116,3 +130,91 @@ def _kinds(processor: ConformerProcessor | WhisperProcessor) -> tuple[type[Speec
     """Gives the data set and the function that makes batches of its samples."""
     is_whisper = isinstance(processor, WhisperProcessor)
     return (WhisperDataset, collate_whisper) if is_whisper else (SpeechDataset, collate)
+
+
+class Listed(Dataset[Utterance]):
+    """Utterances, which a loader reads when it needs them."""
+
+    def __init__(self, utterances: list[Utterance]) -> None:
+        self.utterances = utterances
+
+    def __len__(self) -> int:
+        return len(self.utterances)
+
+    def __getitem__(self, index: int) -> Utterance:
+        return self.utterances[index]
+
+
+class Sounds:
+    """Recordings of `--audio_dir`; consecutive utterances are joined up to 28 seconds.
+
+    Args:
+        arguments: of the program.
+        processes: that learn.
+
+    Attributes:
+        processor: of the model, to be saved with it.
+
+    Raises:
+        ValueError: if there are too few recordings.
+    """
+
+    def __init__(self, arguments: DistillArguments, processes: int) -> None:
+        self.arguments, self.processes = arguments, processes
+        path, folder = arguments.model_name_or_path, str(arguments.audio_dir)
+        self.processor, self.extractor = (load_processor(path, kind) for kind in (AutoProcessor, AutoFeatureExtractor))
+        if "input_features" not in self.extractor.model_input_names:
+            raise ValueError(
+                "audio_dir needs a model that hears input_features, such as a Whisper or a Conformer; the extractor of "
+                f"{path} gives {', '.join(self.extractor.model_input_names)}"
+            )
+        rate = self.extractor.sampling_rate
+        found = load_speech(folder, arguments.split, sampling_rate=rate, transcripts=arguments.split is not None)[0]
+        found = join(found, JOIN_SECONDS)
+        order = torch.randperm(len(found), generator=torch.Generator().manual_seed(mix(arguments.seed))).tolist()
+        check_number(len(found), processes, f"{folder} (joined up to {JOIN_SECONDS:g} seconds)")
+        chosen = [found[place] for place in order]
+        self.utterances, self._held = chosen[HELD_OUT_SAMPLES:], chosen[:HELD_OUT_SAMPLES]
+
+    def __len__(self) -> int:
+        return len(self.utterances)
+
+    @property
+    def held_out(self) -> list[dict[str, Tensor]]:
+        """Batches of one recording, on which the error is measured."""
+        return [self.features([utterance]) for utterance in self._held]
+
+    def first(self, number: int) -> list[dict[str, Tensor]]:
+        """Gives the first recordings to learn from, as batches of one."""
+        return [self.features([utterance]) for utterance in self.utterances[:number]]
+
+    def features(self, utterances: list[Utterance]) -> dict[str, Tensor]:
+        """Makes the model's arguments from recordings."""
+        rate = self.extractor.sampling_rate
+        sounds: list[np.ndarray] = [read_audio(utterance, rate) for utterance in utterances]
+        return dict(self.extractor(sounds, sampling_rate=rate, return_tensors="pt"))
+
+    def loader(self, labels: bool, decoder: bool) -> DataLoader[Any]:
+        """Makes a loader of recordings in an order of the seed; there are no labels."""
+        size = min(self.arguments.per_device_train_batch_size, len(self) // self.processes)
+        sampler = EpochSampler(len(self), self.arguments.seed)
+        return DataLoader(Listed(self.utterances), size, sampler=sampler, drop_last=True, collate_fn=self.features)
+
+    def shaped(self, batch: dict[str, Tensor], step: int) -> dict[str, Tensor]:
+        """Gives the batch: recordings keep their length."""
+        return batch
+
+
+def encoder_of(model: PreTrainedModel) -> Any:
+    """Gives the part of a model that hears: the encoder of an encoder-decoder, or the model without its head.
+
+    Raises:
+        ValueError: if its input is no audio.
+    """
+    part = model.get_encoder() if model.config.is_encoder_decoder else model.base_model
+    if part.main_input_name not in INPUTS:
+        raise ValueError(
+            f"--audio_dir needs a model whose processor gives {' or '.join(INPUTS)}; the input of "
+            f"{type(model).__name__} is {part.main_input_name}"
+        )
+    return part

@@ -1,43 +1,28 @@
-"""What a step of a speech training minimises: the model's loss, in chunks or not, and the teacher's part in it."""
+"""What a step of a speech training minimises: the model's loss, in chunks or not, and the teacher's part in it.
+
+With a teacher, a Conformer also predicts the hidden states of a Whisper's encoder for the same sound.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
+from transformers import PreTrainedConfig, WhisperForConditionalGeneration
 
-from favor.models.conformer import Chunks
+from favor.models.conformer import Chunks, ConformerConfig
 from favor.models.conformer.chunks import check_chunks
 from favor.models.conformer.modeling_conformer import ConformerPreTrainedModel
-from favor.train.speech.objective_arguments import ObjectiveArguments
-from favor.train.speech.teacher import TaughtModel, WhisperTeacher, frame_places, split
+from favor.models.whisper_ctc import WhisperCTCConfig, WhisperCTCFeatureExtractor, WhisperForCTC
+from favor.train.speech.arguments import HIDDEN_WEIGHT, SpeechTrainArguments
+from favor_command.saved import load_model, load_processor
 
-# Least and greatest length of a chunk in seconds; one is drawn per batch.
+# Least and greatest length of a chunk in seconds; one is drawn per batch (Zhang et al. 2020, arXiv:2012.05481).
 CHUNK_SECONDS = (0.16, 1.28)
-
-
-@dataclass(frozen=True)
-class DynamicChunks:
-    """Draws chunks for a batch (Zhang et al. 2020, arXiv:2012.05481).
-
-    Attributes:
-        probability: of chunks; the other batches see whole recordings.
-        sizes: least and greatest number of frames of a chunk.
-    """
-
-    probability: float
-    sizes: tuple[int, int]
-
-    def draw(self) -> Chunks | None:
-        """Draws with torch's generator, uniformly; None for a batch without chunks."""
-        if torch.rand(()) >= self.probability:
-            return None
-        least, greatest = self.sizes
-        return Chunks(int(torch.randint(least, greatest + 1, ())))
+FEATURES, MASK = "teacher_features", "teacher_mask"
 
 
 class Objective:
@@ -57,14 +42,20 @@ class Objective:
         ValueError: for a model, features or a teacher that do not fit the options; the message says which.
     """
 
-    def __init__(self, accelerator: Accelerator, given: ObjectiveArguments, model: Any, processor: Any) -> None:
-        self.accelerator, self.chunks = accelerator, make_chunks(given, model, processor)
-        self.teacher = make_teacher(given, model, accelerator.device)
-        self.module, self.extractor = model, None
-        if self.teacher is not None:
-            self.module = TaughtModel(model, self.teacher.width, given.hidden_weight)
-            self.extractor = self.teacher.extractor
-            self._places = partial(frame_places, model.config, win_length=processor.feature_extractor.win_length)
+    def __init__(self, accelerator: Accelerator, given: SpeechTrainArguments, model: Any, processor: Any) -> None:
+        self.accelerator, self.probability = accelerator, given.dynamic_chunk
+        self.module, self.extractor, self.teacher = model, None, None
+        for option in ("dynamic_chunk", "whisper_teacher"):
+            if getattr(given, option) and not isinstance(model, ConformerPreTrainedModel):
+                raise ValueError(
+                    f"{option} is for Conformers, got {type(model).__name__}: leave it out. CTC on the encoder of a "
+                    "Whisper streams by windows, without it"
+                )
+        self.sizes = _chunk_sizes(model, processor) if given.dynamic_chunk else (1, 1)
+        if given.whisper_teacher is not None:
+            self.teacher = WhisperTeacher(given.whisper_teacher, accelerator.device)
+            self.module = TaughtModel(model, self.teacher.width, HIDDEN_WEIGHT)
+            self.extractor, self.win_length = self.teacher.extractor, processor.feature_extractor.win_length
 
     def own_parameters(self) -> list[nn.Parameter]:
         """Lists the parameters that the model does not have."""
@@ -76,54 +67,154 @@ class Objective:
 
     def __call__(self, prepared: Any, batch: dict[str, Tensor]) -> Tensor:
         """Computes the loss of `module`, prepared for training."""
-        chunks = None if self.chunks is None else self.chunks.draw()
+        chunks = draw_chunks(self.probability, self.sizes)
         extra: dict[str, Any] = {} if chunks is None else {"chunks": chunks}
         if self.teacher is None:
             loss: Tensor = prepared(**batch, **extra).loss
             return loss
         inputs, features, mask = split(batch)
         model = self.model_in(self.accelerator.unwrap_model(prepared))
-        places = self._places(model.subsampled_lengths(inputs["input_features"].shape[1]))
+        frames = model.subsampled_lengths(inputs["input_features"].shape[1])
+        places = frame_places(model.config, frames, self.win_length)
         with self.accelerator.autocast():
             goal = self.teacher.states(features, mask, places.to(features.device))
         found: Tensor = prepared(goal, **inputs, **extra)
         return found
 
 
-def make_chunks(given: ObjectiveArguments, model: Any, processor: Any) -> DynamicChunks | None:
-    """Makes what draws the chunks of a training; None if nothing is asked for.
-
-    Raises:
-        ValueError: for a model, an attention or features that do not work in chunks.
-    """
-    if not given.dynamic_chunk:
+def draw_chunks(probability: float, sizes: tuple[int, int]) -> Chunks | None:
+    """Draws chunks of a number of frames between two sizes, uniformly; None for a batch that sees whole recordings."""
+    if not probability or torch.rand(()) >= probability:
         return None
-    if not isinstance(model, ConformerPreTrainedModel):
-        raise ValueError(
-            f"dynamic_chunk is for Conformers, got {type(model).__name__}: leave it out. CTC on the encoder of a "
-            "Whisper streams by windows, without it"
-        )
+    return Chunks(int(torch.randint(sizes[0], sizes[1] + 1, ())))
+
+
+def _chunk_sizes(model: Any, processor: Any) -> tuple[int, int]:
+    """Gives the least and the greatest number of frames of a chunk."""
     if processor.feature_extractor.normalize != "none":
         raise ValueError(
-            "chunks cannot wait for the whole utterance, as normalize 'utterance' of the features does: add "
-            "--normalize none, or name a processor with it"
+            "chunks cannot wait for the whole utterance, as the features of this model do: train a new model with "
+            "--dynamic_chunk or --causal"
         )
     frame = model.config.samples_per_frame / processor.feature_extractor.sampling_rate
     least, greatest = (max(1, round(seconds / frame)) for seconds in CHUNK_SECONDS)
     check_chunks(model.encoder, Chunks(least))
-    return DynamicChunks(given.dynamic_chunk, (least, greatest))
+    return least, greatest
 
 
-def make_teacher(given: ObjectiveArguments, model: Any, device: torch.device) -> WhisperTeacher | None:
-    """Loads the teacher; None if there is none.
+class WhisperTeacher:
+    """The encoder of a Whisper, which is not trained, and the features that it hears.
+
+    Args:
+        path: folder or hub name of a Whisper of transformers, or of a `WhisperForCTC`.
+        device: of the student.
+
+    Attributes:
+        width: numbers of a hidden state.
+        extractor: makes its features; noise and masks of the student's features are not in them.
 
     Raises:
-        ValueError: for a teacher that is no Whisper, or a student that is no Conformer.
+        ValueError: for another model.
     """
-    if given.whisper_teacher is None:
-        return None
-    if not isinstance(model, ConformerPreTrainedModel):
-        raise ValueError(
-            f"whisper_teacher is for a Conformer that learns from a Whisper, got {type(model).__name__}: leave it out"
+
+    def __init__(self, path: str, device: torch.device) -> None:
+        kind = PreTrainedConfig.get_config_dict(path)[0].get("model_type")
+        if kind == "whisper":
+            exact = {"dtype": torch.float32, "attn_implementation": "sdpa"}
+            whisper = load_model(WhisperForConditionalGeneration, path, **exact)
+            model = WhisperForCTC.from_whisper(whisper, vocab_size=2, attn_implementation="sdpa")
+        elif kind == WhisperCTCConfig.model_type:
+            model = load_model(WhisperForCTC, path, dtype=torch.float32)
+        else:
+            raise ValueError(
+                f"whisper_teacher must be a Whisper, or CTC on its encoder; {path} holds {kind or 'no model'}"
+            )
+        self.encoder = model.encoder.eval().requires_grad_(False).to(device)
+        self.width: int = model.config.d_model
+        self.samples_per_frame: int = model.config.samples_per_frame
+        self.extractor = load_processor(path, WhisperCTCFeatureExtractor)
+
+    @torch.no_grad()
+    def states(self, features: Tensor, mask: Tensor, places: Tensor) -> Tensor:
+        """Computes hidden states at given places of time.
+
+        Args:
+            features: `[B, T, F]`, of the teacher.
+            mask: `[B, T]`, 1 for real frames.
+            places: samples `[L]`; between two frames the states are interpolated.
+
+        Returns:
+            `[B, L, width]`; after the end of a recording they are those of its last frame.
+        """
+        found = self.encoder(features, mask).last_hidden_state.float()
+        last = (mask.sum(1, keepdim=True) - 1) // 2
+        place = places / self.samples_per_frame
+        part = (place - place.floor())[:, None]
+        first = place.floor().long().expand(len(found), -1)
+        before, after = (
+            found.gather(1, one.minimum(last).unsqueeze(-1).expand(-1, -1, self.width)) for one in (first, first + 1)
         )
-    return WhisperTeacher(given.whisper_teacher, device)
+        return before + part * (after - before)
+
+
+class TaughtModel(nn.Module):
+    """A Conformer with a layer that predicts the teacher's hidden states from its own.
+
+    Args:
+        student: a `ConformerForCTC` or `ConformerForTransducer`.
+        width: numbers of a hidden state of the teacher.
+        weight: of the error of the predictions in the loss.
+    """
+
+    def __init__(self, student: Any, width: int, weight: float) -> None:
+        super().__init__()
+        self.student, self.weight = student, weight
+        self.projection = nn.Linear(student.config.hidden_size, width)
+
+    def forward(self, goal: Tensor, **batch: Any) -> Tensor:
+        """Computes the loss of a batch.
+
+        Args:
+            goal: the teacher's hidden states `[B, L, width]`, at the frames of the student.
+            **batch: arguments of the student.
+
+        Returns:
+            The student's own loss, and `weight` times `unexplained`.
+        """
+        found = self.student(**batch, output_hidden_states=True)
+        hidden = found.hidden_states[-1] if "hidden_states" in found else found.last_hidden_state
+        lengths = self.student.subsampled_lengths(batch["attention_mask"].sum(1))
+        real = torch.arange(hidden.shape[1], device=hidden.device) < lengths[:, None]
+        loss: Tensor = found.loss + self.weight * unexplained(self.projection(hidden)[real], goal[real])
+        return loss
+
+
+def unexplained(found: Tensor, goal: Tensor) -> Tensor:
+    """Computes the part of the variance of hidden states that a prediction leaves: 0 is the best, the mean gives 1.
+
+    Each number of a state counts the same, whatever its scale: a Whisper has some that are a hundred times greater.
+
+    Args:
+        found, goal: `[N, n]`.
+    """
+    goal = goal.float()
+    scale = goal.var(dim=0, correction=0).clamp(min=1e-8).rsqrt()
+    return ((found.float() - goal) * scale).square().mean()
+
+
+def frame_places(config: ConformerConfig, length: int, win_length: int) -> Tensor:
+    """Gives the sample in the middle of what each frame of a Conformer hears, `[L]`.
+
+    Args:
+        config: of the Conformer.
+        length: number of frames L.
+        win_length: samples of a window of its features.
+    """
+    width, stride = config.subsampling_conv_kernel_size, config.subsampling_conv_stride
+    heard = (width - 1) * (1 + stride) * config.feature_hop_length + win_length
+    return torch.arange(length) * config.samples_per_frame + heard / 2
+
+
+def split(batch: Mapping[str, Any]) -> tuple[dict[str, Any], Tensor, Tensor]:
+    """Gives the student's arguments of a batch, and the teacher's features and mask."""
+    return {name: own for name, own in batch.items() if name not in (FEATURES, MASK)}, batch[FEATURES], batch[MASK]

@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import json
 import os
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, TypeVar
 
 from favor.train.speech.data import Skipped, Utterance, read_audio
 
-FINAL, PARTIAL = "checked.jsonl", "checked.partial.jsonl"
-# Records between two fsyncs, for each worker.
+FILE = "checked.jsonl"
+# Records that are decoded before they are written.
 CHUNK = 64
 # Seconds by which a length that the source gives may be wrong.
 TOLERANCE = 0.1
+
+Record = dict[str, Any]
+T = TypeVar("T")
 
 
 def prepare(
@@ -26,59 +27,64 @@ def prepare(
     *,
     skipped: Skipped | None = None,
     sampling_rate: int = 16000,
-    resample: bool = False,
-    workers: int = 1,
 ) -> list[Utterance]:
     """Decodes every utterance once: finds the bad ones and the length of the others.
 
-    With a folder, each result is appended to `checked.partial.jsonl`, which becomes `checked.jsonl` when complete. So a
-    killed run continues where it was, and a second run decodes nothing. A result is used again if id, place and
-    size of the file are equal. Utterances that are new or have changed are decoded; records of utterances that are no
-    longer given stay and do no harm. Bad utterances are remembered too, so that a run with a greater limit continues.
-    Other settings are an error. The folder is for one process at a time: let the others wait for the first.
-
-    Decoded audio is not stored: decoding takes a small part of the time that the features take.
+    With a folder, results are appended to its file `checked.jsonl`, so that a killed run continues where it was, and a
+    second run decodes nothing. A result is used again if id, place and size of the file are equal. Bad utterances are
+    remembered too, so that a run with a greater limit continues. The folder is for one process at a time: let the
+    others wait for the first.
 
     Args:
         utterances: with ids that differ.
         folder: where results are kept; it is made if needed. Default None: results are not kept.
         skipped: takes the bad ones. Default None: the first one raises.
         sampling_rate: wanted rate in Hz. Default 16000.
-        resample: whether audio of another rate is resampled. Default False: it is an error.
-        workers: threads that decode. Default 1.
 
     Returns:
         The good utterances with their seconds, in order.
 
     Raises:
         ValueError: for more bad ones than `skipped` takes, an id that comes twice, or a folder that was filled with
-            other settings or is damaged.
+            another rate or is damaged.
     """
     skipped = Skipped() if skipped is None else skipped
     _check_ids(utterances)
-    settings = {"sampling_rate": sampling_rate, "resample": resample}
-    total = len(utterances) + len(skipped)
-    store = None if folder is None else _Store(Path(folder), settings)
-    known = {} if store is None else store.records
+    total, settings = len(utterances) + len(skipped), {"sampling_rate": sampling_rate}
+    path = None if folder is None else Path(folder) / FILE
+    known = {} if path is None else {record["id"]: record for record in read_records(path, settings, _known)}
     todo = [utterance for utterance in utterances if not _holds(known.get(utterance.id, {}), utterance)]
     new = {utterance.id for utterance in todo}
     found = {utterance.id: known[utterance.id] for utterance in utterances if utterance.id not in new}
-    try:
-        for record in itertools.chain(list(found.values()), _decoded(todo, settings, workers, store)):
-            found[record["id"]] = record
-            if "reason" in record:
-                skipped.add(f"{record['id']} ({record['place']})", record["reason"])
-                skipped.check(total)
-    finally:
-        if store is not None:
-            store.close()
-    if store is not None:
-        store.finish()
+
+    for record in found.values():
+        _leave_out(record, skipped, total)
+    for start in range(0, len(todo), CHUNK):
+        chunk: list[Record] = []
+        try:
+            for utterance in todo[start : start + CHUNK]:
+                found[utterance.id] = record = _check(utterance, sampling_rate)
+                chunk.append(record)
+                _leave_out(record, skipped, total)
+        finally:
+            if path is not None:
+                append_records(path, settings, chunk)
     return [
         dataclasses.replace(utterance, seconds=found[utterance.id]["seconds"])
         for utterance in utterances
         if "reason" not in found[utterance.id]
     ]
+
+
+def _leave_out(record: Record, skipped: Skipped, total: int) -> None:
+    """Adds an utterance of `total` to those that are left out, if its record says why."""
+    if "reason" in record:
+        skipped.add(f"{record['id']} ({record['place']})", record["reason"])
+        skipped.check(total)
+
+
+def _known(id: str, **others: Any) -> Record:
+    return {"id": id, **others}
 
 
 def _check_ids(utterances: Sequence[Utterance]) -> None:
@@ -90,7 +96,7 @@ def _check_ids(utterances: Sequence[Utterance]) -> None:
         seen.add(utterance.id)
 
 
-def _identity(utterance: Utterance) -> dict[str, Any]:
+def _identity(utterance: Utterance) -> Record:
     """Identifies an utterance and the state of its audio file; members of tar files know their size."""
     size = getattr(utterance.audio, "size", None)
     path = getattr(utterance.audio, "recording", utterance.audio)
@@ -102,16 +108,16 @@ def _identity(utterance: Utterance) -> dict[str, Any]:
     return {"id": utterance.id, "place": utterance.place, "size": size}
 
 
-def _holds(record: dict[str, Any], utterance: Utterance) -> bool:
+def _holds(record: Record, utterance: Utterance) -> bool:
     """Tells whether a record belongs to this utterance and the present state of its file."""
     return all(record.get(key) == value for key, value in _identity(utterance).items())
 
 
-def _check(utterance: Utterance, settings: dict[str, Any]) -> dict[str, Any]:
+def _check(utterance: Utterance, sampling_rate: int) -> Record:
     """Makes the record of one utterance: seconds, or the reason why it is bad."""
     record = _identity(utterance)
     try:
-        seconds = len(read_audio(utterance, **settings)) / settings["sampling_rate"]
+        seconds = len(read_audio(utterance, sampling_rate)) / sampling_rate
     except ValueError as error:
         return {**record, "reason": str(error).removeprefix(f"{utterance.place}: ")}
     if utterance.seconds is not None and abs(seconds - utterance.seconds) > TOLERANCE:
@@ -119,81 +125,39 @@ def _check(utterance: Utterance, settings: dict[str, Any]) -> dict[str, Any]:
     return {**record, "seconds": seconds}
 
 
-def _decoded(
-    utterances: Sequence[Utterance], settings: dict[str, Any], workers: int, store: _Store | None
-) -> Iterator[dict[str, Any]]:
-    """Yields records of utterances in order; each is stored before it is yielded.
+def append_records(path: Path, settings: Record, records: Iterable[Record]) -> None:
+    """Appends lines of JSON to the disk; a new file begins with the settings that they were made with."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("ab+") as stream:
+        size = stream.seek(0, os.SEEK_END)
+        stream.seek(max(0, size - 1))
+        if stream.read(1) not in (b"", b"\n"):  # a part of a line that a killed run left
+            stream.seek(0)
+            size = stream.truncate(stream.read().rfind(b"\n") + 1)
+        lines = records if size else [{"settings": settings}, *records]
+        stream.writelines(f"{json.dumps(line, ensure_ascii=False)}\n".encode() for line in lines)
+        stream.flush()
+        os.fsync(stream.fileno())
+
+
+def read_records(path: Path, settings: Record | None, make: Callable[..., T]) -> list[T]:
+    """Reads the whole lines of a file of `append_records`.
 
     Args:
-        utterances: to decode.
-        settings: of `read_audio`.
-        workers: threads that decode.
-        store: takes the records, if any.
+        path: the file; without it there are no records.
+        settings: that the records must have been made with. None: any.
+        make: makes what is returned from the values of a record by name.
+
+    Raises:
+        ValueError: if they were made with others, or the file is damaged.
     """
-    with ThreadPoolExecutor(workers) as pool:
-        for start in range(0, len(utterances), CHUNK * workers):
-            chunk = utterances[start : start + CHUNK * workers]
-            for record in pool.map(lambda utterance: _check(utterance, settings), chunk):
-                if store is not None:
-                    store.append(record)
-                yield record
-            if store is not None:
-                store.sync()
-
-
-class _Store:
-    """The file of results: a line with the settings, then one record per line; the last record of an id counts."""
-
-    def __init__(self, folder: Path, settings: dict[str, Any]) -> None:
-        self.final, self.partial = folder / FINAL, folder / PARTIAL
-        self.settings = settings
-        self.stream: TextIO | None = None
-        self.records: dict[str, dict[str, Any]] = {}
-        folder.mkdir(parents=True, exist_ok=True)
-        path = self.final if self.final.exists() else self.partial
-        if path.exists():
-            self._read(path)
-
-    def _read(self, path: Path) -> None:
-        """Reads the whole lines of a file, and removes a part of a line that a killed run left."""
-        content = path.read_bytes()
-        whole = content.rfind(b"\n") + 1
-        try:
-            lines = [json.loads(line) for line in content[:whole].splitlines()]
-            if lines:
-                settings = lines.pop(0)["settings"]
-                self.records = {record["id"]: record for record in lines}
-        except (ValueError, KeyError, TypeError, RecursionError) as error:
-            raise ValueError(f"{path} is damaged: {error!r}; delete it to prepare from the start.") from error
-        if whole and settings != self.settings:
-            raise ValueError(
-                f"{path} was made with {settings}, not with {self.settings}: choose another folder, or delete the file."
-            )
-        if whole < len(content):
-            os.truncate(path, whole)
-
-    def append(self, record: dict[str, Any]) -> None:
-        """Writes a record so that it is kept if the process is killed."""
-        if self.stream is None:
-            if self.final.exists():
-                os.replace(self.final, self.partial)
-            self.stream = open(self.partial, "a", encoding="utf-8")  # noqa: SIM115 - closed by finish
-            if self.stream.tell() == 0:
-                self.stream.write(json.dumps({"settings": self.settings}) + "\n")
-        self.stream.write(json.dumps(record, ensure_ascii=False) + "\n")
-        self.stream.flush()
-
-    def sync(self) -> None:
-        """Writes the records to the disk, so that they are kept if the machine stops."""
-        if self.stream is not None:
-            os.fsync(self.stream.fileno())
-
-    def close(self) -> None:
-        """Closes the file, finished or not."""
-        if self.stream is not None:
-            self.stream.close()
-
-    def finish(self) -> None:
-        """Gives the complete file its final name."""
-        if self.partial.exists() and (self.stream is not None or not self.final.exists()):
-            os.replace(self.partial, self.final)
+    content = path.read_bytes() if path.exists() else b""
+    try:
+        lines = [json.loads(line) for line in content[: content.rfind(b"\n") + 1].splitlines()]
+        there = {name: lines[0]["settings"][name] for name in settings or ()} if lines else settings
+        found = [make(**line) for line in lines[1:]]
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise ValueError(f"{path} is damaged: {error!r}; delete it to begin again.") from error
+    if settings is not None and there != settings:
+        raise ValueError(f"{path} was made with {there}, not with {settings}: delete it, or choose another folder.")
+    return found

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import itertools
 import json
 import math
 import os
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,9 +23,10 @@ from favor.models.speech.word_beam import Scorer
 from favor.train.speech.batches import Key
 from favor.train.speech.data import Skipped, Utterance, check_lengths, long_enough
 from favor.train.speech.loaders import evaluation_loader
+from favor.train.speech.prepare import append_records, read_records
 from favor.train.speech.transcribe import best_of, search
 
-FINAL, PART = "labels.jsonl", "labels.part-{}.jsonl"
+PART, PARTS = "labels.part-{}.jsonl", "labels*.jsonl"
 IDENTITY = ("*.safetensors", "*config.json", "tokenizer.json")
 # Residuals of a fit below this, relative to the values, are rounding alone.
 ROUNDING = 1e-9
@@ -83,11 +83,10 @@ def label(
     beam_size: int = 8,
     scorer: Scorer | None = None,
     max_batch_seconds: float = 200.0,
-    resample: bool = False,
     num_workers: int = 0,
     shard: tuple[int, int] = (0, 1),
 ) -> None:
-    """Transcribes utterances by beam search, without augmentation, into JSON lines in `folder`; then call `collect`.
+    """Transcribes utterances by beam search, without augmentation, into JSON lines in `folder`, which `collect` reads.
 
     Each batch is written and synced as soon as it is done, so that a killed labelling continues where it was. Batches
     depend on the utterances alone, so that neither a kill nor the number of shards changes a result. Transcripts of the
@@ -102,33 +101,39 @@ def label(
         beam_size: hypotheses kept by the search. Default 8.
         scorer: language model, or known words, for the search of a CTC model. Default None: without.
         max_batch_seconds: padded seconds of a batch. Default 200.
-        resample: whether audio of another rate is resampled. Default False.
         num_workers: processes that read audio ahead. Default 0: none.
         shard: (i, n) labels part i of n, from 0, for n processes that label at the same time. Default (0, 1): all.
 
     Raises:
-        ValueError: for audio that is not a file, or a folder with labels of another teacher, beam or `resample`.
+        ValueError: for audio that is not a file, or a folder with labels of another teacher or beam.
     """
     check_files(utterances)
     folder, (process, processes) = Path(folder), shard
-    folder.mkdir(parents=True, exist_ok=True)
-    settings = {"teacher": teacher, "beam_size": beam_size, "resample": resample}
-    _, known = _known(folder, settings)
-    todo = {u.id for u in utterances if u.id not in known or known[u.id].audio != os.path.abspath(u.place)}
-    long, short = _by_length(utterances, processor)
-    records: Iterator[list[PseudoLabel]] = iter([[_record(u, "", 0.0, 0) for u in short]] if process == 0 else [])
+    settings = {"teacher": teacher, "beam_size": beam_size}
+    known = _known(folder, settings)
+    todo = {utterance.id for utterance in utterances if _place(utterance) not in known}
+    untold = [dataclasses.replace(utterance, text="") for utterance in utterances]
+    long = long_enough(untold, processor, Skipped(1.0))
+    numbers = {utterance.id for utterance in long}
+
+    def write(labels: Iterable[PseudoLabel]) -> None:
+        if new := [dataclasses.asdict(one) for one in labels if one.id in todo]:
+            append_records(folder / PART.format(process), settings, new)
 
     def mine(batches: list[list[Key]]) -> list[list[Key]]:
         return [batch for batch in batches[process::processes] if any(long[index].id in todo for _, index in batch)]
 
-    if long:
-        loader = evaluation_loader(
-            long, processor, max_batch_seconds, resample=resample, num_workers=num_workers, choose=mine
-        )
-        found = _transcribed(model, processor, long, loader, beam_size, scorer, process == 0)
-        records = itertools.chain(records, found)
-    new = ([one for one in batch if one.id in todo] for batch in records)
-    _append(folder / PART.format(process), settings, new)
+    if process == 0:
+        write(_label(utterance, "", 0.0, 0) for utterance in untold if utterance.id not in numbers)
+    if not long:
+        return
+    loader = evaluation_loader(long, processor, max_batch_seconds, num_workers=num_workers, choose=mine)
+    with evaluating(model):
+        for batch in tqdm(loader, desc="labelling", disable=process > 0 or not len(loader)):
+            indices = batch.pop("index").tolist()
+            beams = search(model, {k: v.to(model.device) for k, v in batch.items()}, beam_size, scorer=scorer)
+            found = zip(indices, best_of(beams, processor.tokenizer), strict=True)
+            write(_label(long[index], text, one.log_prob, len(one.tokens)) for index, (one, text) in found)
 
 
 def check_files(utterances: Sequence[Utterance]) -> None:
@@ -141,127 +146,41 @@ def check_files(utterances: Sequence[Utterance]) -> None:
         )
 
 
-def _by_length(
-    utterances: Sequence[Utterance], processor: ConformerProcessor
-) -> tuple[list[Utterance], list[Utterance]]:
-    """Removes the texts; returns the utterances that give the encoder a frame, and those too short for one frame."""
-    untold = [dataclasses.replace(utterance, text="") for utterance in utterances]
-    long = long_enough(untold, processor, Skipped(1.0))
-    known = {utterance.id for utterance in long}
-    return long, [utterance for utterance in untold if utterance.id not in known]
+def _place(utterance: Utterance) -> tuple[str, str]:
+    """Gives what a label is found by: id and absolute path."""
+    return utterance.id, os.path.abspath(utterance.place)
 
 
-def _transcribed(
-    model: Any,
-    processor: ConformerProcessor,
-    utterances: Sequence[Utterance],
-    loader: Any,
-    beam_size: int,
-    scorer: Scorer | None,
-    show: bool,
-) -> Iterator[list[PseudoLabel]]:
-    """Yields the labels of each batch.
-
-    Args:
-        model: the teacher.
-        processor: that of the teacher.
-        utterances: those of the loader.
-        loader: batches with `index`.
-        beam_size: hypotheses kept by the search.
-        scorer: for the search, if any.
-        show: show a progress bar.
-    """
-    with evaluating(model):
-        for batch in tqdm(loader, desc="labelling", disable=not (show and len(loader))):
-            indices = batch.pop("index").tolist()
-            beams = search(model, {k: v.to(model.device) for k, v in batch.items()}, beam_size, scorer=scorer)
-            yield [
-                _record(utterances[index], text, one.log_prob, len(one.tokens))
-                for index, (one, text) in zip(indices, best_of(beams, processor.tokenizer), strict=True)
-            ]
+def _label(utterance: Utterance, text: str, log_prob: float, tokens: int) -> PseudoLabel:
+    return PseudoLabel(*_place(utterance), text, log_prob, tokens, utterance.seconds or 0.0)
 
 
-def _record(utterance: Utterance, text: str, log_prob: float, tokens: int) -> PseudoLabel:
-    return PseudoLabel(utterance.id, os.path.abspath(utterance.place), text, log_prob, tokens, utterance.seconds or 0.0)
-
-
-def _append(path: Path, settings: dict[str, Any], batches: Iterator[list[PseudoLabel]]) -> None:
-    """Writes labels, batch by batch to the disk; the file begins with the settings."""
-    if path.exists():
-        # Remove a part of a line that a killed process left.
-        os.truncate(path, path.read_bytes().rfind(b"\n") + 1)
-    for batch in batches:
-        if not batch:
-            continue
-        with path.open("a", encoding="utf-8") as stream:
-            if stream.tell() == 0:
-                stream.write(json.dumps({"settings": settings}) + "\n")
-            stream.writelines(json.dumps(dataclasses.asdict(one), ensure_ascii=False) + "\n" for one in batch)
-            stream.flush()
-            os.fsync(stream.fileno())
-
-
-def _read(path: Path) -> tuple[dict[str, Any], list[PseudoLabel]]:
-    """Reads settings and labels from the whole lines of a file; both are empty for a file without a whole line."""
-    content = path.read_bytes()
-    try:
-        lines = [json.loads(line) for line in content[: content.rfind(b"\n") + 1].splitlines()]
-        return (lines[0]["settings"], [PseudoLabel(**line) for line in lines[1:]]) if lines else ({}, [])
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise ValueError(f"{path} is damaged: {error!r}; delete it to label its utterances again.") from error
-
-
-def _files(folder: Path) -> list[Path]:
-    """Lists the files with labels, older ones first: the last label of an id counts."""
-    return [path for path in (folder / FINAL, *sorted(folder.glob(PART.format("[0-9]*")))) if path.exists()]
-
-
-def _known(folder: Path, settings: dict[str, Any] | None = None) -> tuple[dict[str, Any], dict[str, PseudoLabel]]:
-    """Reads settings and labels by id; raises ValueError if some labels were made with other settings."""
-    known: dict[str, PseudoLabel] = {}
-    for path in _files(folder):
-        there, labels = _read(path)
-        settings = settings or there
-        if there and there != settings:
-            raise ValueError(
-                f"{path} was made with {there}, not with {settings}: continue with that teacher and those options, "
-                "or delete the file to label again, or choose another folder."
-            )
-        known.update((one.id, one) for one in labels)
-    return settings or {}, known
+def _known(folder: Path, settings: dict[str, Any] | None = None) -> dict[tuple[str, str], PseudoLabel]:
+    """Reads the labels of all processes; raises ValueError if some were made with other settings."""
+    found = [one for path in sorted(folder.glob(PARTS)) for one in read_records(path, settings, PseudoLabel)]
+    return {(one.id, one.audio): one for one in found}
 
 
 def collect(utterances: Sequence[Utterance], folder: str | Path) -> list[PseudoLabel]:
-    """Joins the files of `label` into `labels.jsonl`, when all shards are done. One process calls this function.
+    """Reads the labels of utterances, in their order, when all shards of `label` are done.
 
     Args:
         utterances: all utterances that were to be labelled.
         folder: where `label` wrote.
 
-    Returns:
-        Labels in the order of the utterances.
-
     Raises:
-        ValueError: if some labels are missing, or the files are of different teachers.
+        ValueError: if some labels are missing.
     """
-    folder = Path(folder)
-    settings, known = _known(folder)
-    missing = [utterance.id for utterance in utterances if utterance.id not in known]
+    known = _known(Path(folder))
+    missing = [utterance.id for utterance in utterances if _place(utterance) not in known]
     if missing:
         raise ValueError(f"{folder} lacks labels of {len(missing)} utterances, the first is {missing[0]}: label them.")
-    if parts := [path for path in _files(folder) if path.name != FINAL]:
-        joined = folder / (FINAL + ".partial")
-        joined.unlink(missing_ok=True)
-        _append(joined, settings, iter([list(known.values())]))
-        os.replace(joined, folder / FINAL)
-        for path in parts:
-            path.unlink()
-    return [known[utterance.id] for utterance in utterances]
+    return [known[_place(utterance)] for utterance in utterances]
 
 
 def remove_labels(folder: Path) -> None:
-    """Removes the files of `label` and `collect`, and the folder if nothing else is in it."""
-    for path in _files(folder):
+    """Removes the files of `label`, and the folder if nothing else is in it."""
+    for path in folder.glob(PARTS):
         path.unlink()
     with suppress(OSError):
         folder.rmdir()
@@ -341,9 +260,7 @@ def select(
     labels: Sequence[PseudoLabel],
     processor: ConformerProcessor,
     *,
-    threshold: float | None = None,
     keep: float = 1.0,
-    reference: Sequence[PseudoLabel] | None = None,
     ctc: bool = True,
     fastest: float = 1.0,
     max_seconds: float = math.inf,
@@ -354,10 +271,7 @@ def select(
     Args:
         labels: labels of one teacher.
         processor: processor of the training; transcripts must fit into their audio.
-        threshold: scores of `filter_scores` must lie above it. Default None: no threshold.
         keep: fraction of the usable labels to keep, those with the best scores; rounded, at least one. Default 1: all.
-        reference: labels of the same teacher to fit the scores on, e.g. of a development set. Default None: the usable
-            labels.
         ctc: whether equal neighbouring tokens need a blank between them, as in `needed_frames`. Default True.
         fastest: greatest speed factor of the training. Default 1.
         max_seconds: longest audio that the training takes. Default: no limit.
@@ -381,20 +295,10 @@ def select(
     if not usable:
         counts = ", ".join(f"{number} {reason}" for reason, number in Counter(dropped.values()).items())
         raise ValueError(f"no label can be used, of {len(labels)}: {counts}. Train the teacher for longer.")
-    fit = fit_scores(usable if reference is None else reference)
-    scores = filter_scores(usable, fit)
-    best = set(np.argsort(-scores, kind="stable")[: max(1, round(keep * len(usable)))].tolist())
-    kept = []
-    for place, one in enumerate(usable):
-        if threshold is not None and not scores[place] > threshold:
-            dropped[one.id] = "score not above the threshold"
-        elif place not in best:
-            dropped[one.id] = "not among the best"
-        else:
-            kept.append(one)
-    if not kept:
-        raise ValueError(f"threshold {threshold} leaves no label: the greatest score is {scores.max():.3f}. Lower it.")
-    return Selection(kept, dropped, fit)
+    fit = fit_scores(usable)
+    best = set(np.argsort(-filter_scores(usable, fit), kind="stable")[: max(1, round(keep * len(usable)))].tolist())
+    dropped |= {one.id: "not among the best" for place, one in enumerate(usable) if place not in best}
+    return Selection([one for place, one in enumerate(usable) if place in best], dropped, fit)
 
 
 def _unusable(one: PseudoLabel, max_seconds: float, lexicon: Pronunciations | None) -> str | None:

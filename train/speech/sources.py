@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -10,12 +11,10 @@ from typing import Any
 from datasets import Audio, Dataset, load_dataset
 
 from favor.models.speech import normalize_transcript
-from favor.train.common.lines import is_text, open_lines
-from favor.train.speech.data import AUDIO, LISTED, Skipped, StoredAudio, Utterance
-from favor.train.speech.manifests import manifests, named_manifests, read_manifest
+from favor.train.speech.data import AUDIO, COLUMNS, LISTED, Skipped, StoredAudio, Utterance
+from favor.train.speech.manifests import TAR, find_shards, manifests, named_manifests, read_manifest, read_shards
 from favor.train.speech.prepare import prepare
-from favor.train.speech.rows import COLUMNS, Normalize
-from favor.train.speech.shards import TAR, find_shards, read_shards
+from favor.train.text.samples import is_text, open_lines
 
 
 def load_speech(
@@ -23,12 +22,8 @@ def load_speech(
     split: str | None = None,
     *,
     prepared: str | Path | None = None,
-    config: str | None = None,
     max_bad: int | float = 0,
     sampling_rate: int = 16000,
-    resample: bool = False,
-    workers: int = 1,
-    normalize: Normalize = normalize_transcript,
     transcripts: bool = True,
 ) -> tuple[list[Utterance], Skipped]:
     """Loads the utterances of a source, decodes every one of them once, and reports which were left out.
@@ -36,17 +31,14 @@ def load_speech(
     Args:
         source: a folder in LibriSpeech's layout; a manifest, or a folder that holds `<split>.jsonl`, `<split>.tsv` and
             so on, or one manifest alone; a tar file, or a folder with tar files, as `read_shards` reads them (a
-            manifest in the folder comes first); or, if there is no such path, the name of a dataset of the hub.
+            manifest in the folder comes first); or, if there is no such path, a dataset of the hub, NAME or
+            NAME:CONFIGURATION.
         split: e.g. "dev-clean" of a folder, "validation" of the hub; several are joined by "+". Default None: the
             manifest or tar file that `source` is, or all tar files or the only manifest in it.
         prepared: folder where `prepare` keeps its results, by split. Default None: all audio is decoded
             each time.
-        config: configuration of a hub dataset. Default None.
         max_bad: utterances that may be left out, a number or a fraction of all. Default 0: the first one raises.
-        sampling_rate: wanted rate in Hz. Default 16000.
-        resample: whether audio of another rate is resampled as it is read. Default False.
-        workers: threads that decode. Default 1.
-        normalize: turns the source's texts into transcripts. Default `normalize_transcript`.
+        sampling_rate: in Hz, to which audio is converted. Default 16000.
         transcripts: False also takes audio without a transcript, with the text "": a manifest without the column text,
             or a folder of audio files, as `read_audio_folder` reads it, but no dataset of the hub. Default True: each
             utterance needs a transcript.
@@ -67,30 +59,28 @@ def load_speech(
         in_folders = part is not None and path.is_dir() and not tables
         if not tables and (shards := find_shards(path, part)):
             root = path if path.is_dir() else path.parent
-            utterances += read_shards(shards, root, skipped, normalize, transcripts)
+            utterances += read_shards(shards, root, skipped, transcripts)
         elif part is not None and in_folders and ((_root(path) / part).is_dir() or not manifests(path)):
             read: Any = partial(read_librispeech, skipped=skipped) if transcripts else read_audio_folder
-            utterances += read(path, part, normalize=normalize)
+            utterances += read(path, part)
         elif not transcripts and part is None and path.is_dir() and not tables:
-            utterances += read_audio_folder(path, part, normalize)
+            utterances += read_audio_folder(path, part)
         elif path.exists():
-            utterances += read_manifest(path, skipped, normalize, part, transcripts)
+            utterances += read_manifest(path, skipped, part, transcripts)
         elif not transcripts:
             raise ValueError(f"source must be a folder or a manifest if transcripts may be missing, got {source}.")
         else:
-            utterances += read_hub(str(source), config, split, skipped, normalize)
+            utterances += read_hub(str(source), split, skipped)
     skipped.check(len(utterances) + len(skipped))
     folder = None if prepared is None else Path(prepared) / (split or "all")
-    good = prepare(utterances, folder, skipped=skipped, sampling_rate=sampling_rate, resample=resample, workers=workers)
+    good = prepare(utterances, folder, skipped=skipped, sampling_rate=sampling_rate)
     if not good:
         raise ValueError(f"{source} has no utterance that can be used: {skipped.describe(LISTED)}")
     return good, skipped
 
 
-def read_librispeech(
-    folder: str | Path, split: str, skipped: Skipped | None = None, normalize: Normalize = normalize_transcript
-) -> list[Utterance]:
-    """Reads the utterances of an unpacked LibriSpeech (Panayotov et al. 2015, "Librispeech: an ASR corpus ...").
+def read_librispeech(folder: str | Path, split: str, skipped: Skipped | None = None) -> list[Utterance]:
+    """Reads the utterances of an unpacked LibriSpeech (Panayotov et al. 2015), sorted, without their lengths.
 
     Files are `<folder>[/LibriSpeech]/<split>/<speaker>/<chapter>/<id>.flac` (or .mp3, .wav) and, next to them,
     `<speaker>-<chapter>.trans.txt` with an id and a transcript per line.
@@ -100,10 +90,6 @@ def read_librispeech(
         split: e.g. "dev-clean".
         skipped: takes audio without a transcript, transcripts without audio and empty transcripts. Default None: the
             first one raises.
-        normalize: turns texts into transcripts. Default `normalize_transcript`.
-
-    Returns:
-        Utterances sorted by speaker, chapter and id, without their lengths.
 
     Raises:
         ValueError: if there is no such split, or the split is empty.
@@ -119,8 +105,7 @@ def read_librispeech(
     found: list[Utterance] = []
     before = len(skipped)
     for chapter in sorted(path for path in (root / split).glob("*/*") if path.is_dir()):
-        audio = _audio_files(chapter, skipped)
-        texts = _transcripts(chapter)
+        audio, texts = _audio_files(chapter, skipped), _transcripts(chapter)
         for name in sorted(audio.keys() | texts.keys()):
             if name not in audio:
                 skipped.add(f"{name} ({chapter})", f"has a transcript, but no {', '.join(AUDIO)} file")
@@ -128,7 +113,7 @@ def read_librispeech(
                 skipped.add(f"{name} ({audio[name]})", "has no transcript in a .trans.txt file of its folder")
             elif not is_text(name + texts[name]):
                 skipped.add(f"{name!r} ({chapter})", "has a name or a transcript that is not UTF-8")
-            elif not (text := normalize(texts[name])):
+            elif not (text := normalize_transcript(texts[name])):
                 skipped.add(f"{name} ({audio[name]})", f"has an empty transcript, normalised from {texts[name]!r}")
             else:
                 found.append(Utterance(name, text, audio[name], speaker=chapter.parent.name, chapter=chapter.name))
@@ -137,35 +122,27 @@ def read_librispeech(
     return found
 
 
-def read_audio_folder(
-    folder: str | Path, split: str | None = None, normalize: Normalize = normalize_transcript
-) -> list[Utterance]:
-    """Reads the utterances of all audio files in a folder and below it, with or without transcripts.
+def read_audio_folder(folder: str | Path, split: str | None = None) -> list[Utterance]:
+    """Reads the utterances of all audio files in a folder and below it, sorted by path, without their lengths.
+
+    The id is the path below `folder`. The text is that of a `.trans.txt` file next to the audio, or "".
 
     Args:
         folder: e.g. the corpus, or the folder that holds `LibriSpeech`.
         split: folder inside the corpus. Default None: all of it.
-        normalize: turns texts of `.trans.txt` files next to the audio into transcripts. Default `normalize_transcript`.
-
-    Returns:
-        Utterances sorted by path, without their lengths. The id is the path below `folder`; the text is "" without a
-        transcript.
 
     Raises:
         ValueError: if there is no audio file.
     """
     root = _root(Path(folder))
     place = root if split is None else root / split
+    transcripts = functools.cache(_transcripts)
     found: list[Utterance] = []
-    texts: dict[Path, dict[str, str]] = {}
     for path in sorted(place.rglob("*")):
         if path.suffix.lower() in AUDIO and path.is_file():
-            beside = texts.get(path.parent)
-            if beside is None:
-                beside = texts[path.parent] = _transcripts(path.parent)
             if not is_text(name := path.relative_to(root).as_posix()):
                 raise ValueError(f"names of files must be UTF-8, got {name!r} in {root}: rename it.")
-            found.append(Utterance(name, normalize(beside.get(path.stem, "")), path))
+            found.append(Utterance(name, normalize_transcript(transcripts(path.parent).get(path.stem, "")), path))
     if not found:
         raise ValueError(f"found no *.flac, *.mp3 or *.wav in {place} or below it.")
     return found
@@ -218,48 +195,28 @@ class StoredRow(StoredAudio):
         return f"row {self.row} of {self.dataset.info.dataset_name or 'the dataset'}"
 
 
-def read_hub(
-    name: str = "openslr/librispeech_asr",
-    config: str | None = None,
-    split: str | None = None,
-    skipped: Skipped | None = None,
-    normalize: Normalize = normalize_transcript,
-) -> list[Utterance]:
+def read_hub(name: str, split: str | None = None, skipped: Skipped | None = None) -> list[Utterance]:
     """Loads the utterances of a dataset of the hub, or of a local folder of Parquet files, without reading their audio.
 
     Args:
-        name: for `datasets.load_dataset`. Default "openslr/librispeech_asr".
-        config: e.g. "clean". Default None.
+        name: for `datasets.load_dataset`; a configuration such as "clean" may follow after a colon.
         split: e.g. "validation" or "train.100+train.360".
         skipped: takes rows without a transcript. Default None: the first one raises.
-        normalize: of the texts. Default `normalize_transcript`.
-
-    Returns:
-        Utterances in the order of the rows.
 
     Raises:
         ValueError: if there is no split, or the dataset has no columns audio and text.
     """
     if not split:
         raise ValueError(f"split must be given for the hub's {name}, e.g. 'validation'.")
-    return from_dataset(load_dataset(name, config, split=split), skipped, normalize)
+    path, _, config = name.partition(":")
+    return from_dataset(load_dataset(path, config or None, split=split), skipped)
 
 
-def from_dataset(
-    dataset: Dataset, skipped: Skipped | None = None, normalize: Normalize = normalize_transcript
-) -> list[Utterance]:
+def from_dataset(dataset: Dataset, skipped: Skipped | None = None) -> list[Utterance]:
     """Makes utterances of a `datasets.Dataset` with the columns of a manifest, apart from seconds and offset.
 
-    Args:
-        dataset: its column audio is read undecoded, so that no decoder of datasets is needed.
-        skipped: takes rows without a transcript. Default None: the first one raises.
-        normalize: of the texts. Default `normalize_transcript`.
-
-    Returns:
-        Utterances in the order of the rows; a row without an id has its number as the id.
-
-    Raises:
-        ValueError: if the columns audio and text are missing.
+    Its column audio is read undecoded, so that no decoder of datasets is needed. A row without an id has its number as
+    the id. Raises ValueError if the columns audio and text are missing; `skipped` takes rows without a transcript.
     """
     skipped = Skipped() if skipped is None else skipped
     names = dataset.column_names
@@ -272,7 +229,7 @@ def from_dataset(
     for row, values in enumerate(dataset.select_columns([*columns.values()])):
         told = {key: str(values[name]) for key, name in columns.items() if values[name] is not None}
         audio, said = StoredRow(undecoded, row), told.pop("text", "")
-        if text := normalize(said):
+        if text := normalize_transcript(said):
             found.append(Utterance(told.pop("id", str(row)), text, audio, **told))
         else:
             skipped.add(str(audio), f"has an empty transcript, normalised from {said!r}")

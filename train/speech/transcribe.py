@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import WhisperForConditionalGeneration
+from transformers.models.whisper.english_normalizer import BasicTextNormalizer, EnglishTextNormalizer
 
 from favor.models.conformer import Chunks, ConformerForCTC, ConformerForTransducer
 from favor.models.speech import (
@@ -20,7 +22,8 @@ from favor.models.speech import (
     transducer_greedy,
 )
 from favor.models.speech.word_beam import Scorer
-from favor.train.speech.whisper import say
+
+_MOST_TOKENS = 224  # of a transcript of a Whisper, as in OpenAI's program
 
 
 @torch.no_grad()
@@ -105,3 +108,19 @@ def _logits(model: ConformerForCTC, features: Any, mask: Any, chunks: Chunks | N
     logits = model(features, mask, **({} if chunks is None else {"chunks": chunks})).logits.float()
     lengths = torch.full((len(features),), features.shape[1]) if mask is None else mask.sum(-1)
     return logits, model.subsampled_lengths(lengths)
+
+
+@torch.no_grad()
+def say(model: WhisperForConditionalGeneration, features: Tensor, tokenizer: Any) -> list[str]:
+    """Transcribes features `[B, F, T]` greedily."""
+    most = min(_MOST_TOKENS, model.config.max_target_positions - 4)
+    ids = model.generate(features, max_new_tokens=most, do_sample=False, num_beams=1)
+    texts: list[str] = tokenizer.batch_decode(ids, skip_special_tokens=True)
+    return texts
+
+
+def normalizer(model: WhisperForConditionalGeneration, tokenizer: Any) -> Callable[[str], str]:
+    """Gives the function that words of both sides go through before they are compared, as Whisper's authors did."""
+    if getattr(model.generation_config, "is_multilingual", False):
+        return BasicTextNormalizer()
+    return EnglishTextNormalizer(getattr(tokenizer, "english_spelling_normalizer", None) or {})

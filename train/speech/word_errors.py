@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import astuple, dataclass
+from typing import Any
 
 import jiwer
 
@@ -48,16 +49,11 @@ class ErrorCounts:
         return math.inf if self.errors else 0.0
 
     def __add__(self, other: ErrorCounts) -> ErrorCounts:
-        return ErrorCounts(
-            self.hits + other.hits,
-            self.substitutions + other.substitutions,
-            self.deletions + other.deletions,
-            self.insertions + other.insertions,
-        )
+        return ErrorCounts(*map(sum, zip(astuple(self), astuple(other), strict=True)))
 
 
 def word_errors(references: Sequence[str], hypotheses: Sequence[str]) -> ErrorCounts:
-    """Counts the word errors of all utterances of a split, with jiwer.
+    """Counts the word errors of all utterances of a split, with jiwer; `.rate` is the word error rate of the split.
 
     Words are separated by white space. Case and punctuation count: normalise both sides first if they should not.
     With an empty reference every recognised word is an insertion.
@@ -66,39 +62,21 @@ def word_errors(references: Sequence[str], hypotheses: Sequence[str]) -> ErrorCo
         references: the texts that were said, one per utterance.
         hypotheses: the texts that were recognised, in the same order.
 
-    Returns:
-        Sums over the utterances; `.rate` is the word error rate of the split.
-
     Raises:
-        TypeError: for one text in place of a list of texts.
         ValueError: for two lists of different lengths.
     """
-    return _counts(jiwer.process_words(*_spaced(references, hypotheses)))
+    return _counts(jiwer.process_words, references, hypotheses)
 
 
 def character_errors(references: Sequence[str], hypotheses: Sequence[str]) -> ErrorCounts:
-    """Counts the character errors of all utterances of a split, with jiwer.
-
-    Words are joined by one space, which is a character too.
-
-    Args:
-        references: the texts that were said, one per utterance.
-        hypotheses: the texts that were recognised, in the same order.
-    """
-    return _counts(jiwer.process_characters(*_spaced(references, hypotheses)))
+    """Counts character errors as `word_errors` counts words, which are joined by one space, a character too."""
+    return _counts(jiwer.process_characters, references, hypotheses)
 
 
-def _spaced(references: Sequence[str], hypotheses: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Puts one space between words, since jiwer takes a single tab or line break for part of a word."""
-    for name, texts in (("references", references), ("hypotheses", hypotheses)):
-        if isinstance(texts, str):
-            raise TypeError(f"{name} must be a list of texts, one per utterance, got one text; write [{texts[:20]!r}].")
-    if len(references) != len(hypotheses):
-        raise ValueError(
-            f"hypotheses must be as many as references, one per utterance; got {len(hypotheses)} and {len(references)}."
-        )
-    return [" ".join(text.split()) for text in references], [" ".join(text.split()) for text in hypotheses]
-
-
-def _counts(output: jiwer.WordOutput | jiwer.CharacterOutput) -> ErrorCounts:
-    return ErrorCounts(output.hits, output.substitutions, output.deletions, output.insertions)
+def _counts(process: Callable[..., Any], references: Sequence[str], hypotheses: Sequence[str]) -> ErrorCounts:
+    # jiwer takes a single tab or line break for part of a word.
+    pairs = [
+        (" ".join(one.split()), " ".join(other.split())) for one, other in zip(references, hypotheses, strict=True)
+    ]
+    found = process(*([pair[side] for pair in pairs] for side in (0, 1)))
+    return ErrorCounts(found.hits, found.substitutions, found.deletions, found.insertions)

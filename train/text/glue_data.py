@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 from datasets import Dataset, load_dataset
 
-from favor.train.common.lines import is_text, open_lines
 from favor.train.common.program import did_you_mean
+from favor.train.text.samples import is_text, open_lines
 
 HUB_ID = "nyu-mll/glue"
 MAX_SCORE = 5.0
@@ -223,24 +223,20 @@ def load_glue(name: str, data_dir: str | Path | None = None, *, train: bool = Tr
     """
     task = get_task(name)
     if data_dir is None:
-        return load_from_hub(task)
-    folder = find_folder(task, Path(data_dir))
+        return _load_from_hub(task)
+    folder = _find_folder(task, Path(data_dir))
     first = ("train",) if train else ()
-    files = {split: find_file(folder, split.replace("validation", "dev")) for split in (*first, *task.eval_splits)}
+    files = {split: _find_file(folder, split.replace("validation", "dev")) for split in (*first, *task.eval_splits)}
     for split in (*first, task.eval_splits[0]):
         if files[split] is None:
-            raise missing_file(folder, split.replace("validation", "dev"))
-    splits = {split: read_tsv(task, path) for split, path in files.items() if path is not None}
+            raise _missing_file(folder, split.replace("validation", "dev"))
+    splits = {split: _read_tsv(task, path) for split, path in files.items() if path is not None}
     sources = {split: f"{task.folder}/{path.name}" for split, path in files.items() if path is not None}
     return GlueData(task, splits.pop("train", Dataset.from_dict({})), splits, sources)
 
 
-def load_from_hub(task: Task) -> GlueData:
-    """Loads the task's splits from `nyu-mll/glue`, downloaded or from the cache of an earlier download.
-
-    Raises:
-        ValueError: if the hub cannot be reached and nothing is cached.
-    """
+def _load_from_hub(task: Task) -> GlueData:
+    """Loads the task's splits from `nyu-mll/glue`, downloaded or from the cache of an earlier download."""
     try:
         hub = load_dataset(HUB_ID, task.name)
     except OSError as error:
@@ -252,12 +248,8 @@ def load_from_hub(task: Task) -> GlueData:
     return GlueData(task, hub["train"], evaluation, sources)
 
 
-def find_folder(task: Task, data_dir: Path) -> Path:
-    """Finds the task's folder: `data_dir/FOLDER` if it holds TSV files, else `data_dir` itself.
-
-    Raises:
-        ValueError: if `data_dir` is not a folder, or neither folder holds a TSV file.
-    """
+def _find_folder(task: Task, data_dir: Path) -> Path:
+    """Finds the task's folder: `data_dir/FOLDER` if it holds TSV files, else `data_dir` itself."""
     if not data_dir.is_dir():
         raise ValueError(f"data_dir must be an existing folder, got {data_dir}")
     for folder in (data_dir / task.folder, data_dir):
@@ -269,7 +261,7 @@ def find_folder(task: Task, data_dir: Path) -> Path:
     )
 
 
-def find_file(folder: Path, stem: str) -> Path | None:
+def _find_file(folder: Path, stem: str) -> Path | None:
     """Finds `stem.tsv`, `stem.tsv.gz` or a file that is marked as a sample of it; None if there is no such file."""
     for path in (folder / f"{stem}.tsv", folder / f"{stem}.tsv.gz"):
         if path.is_file():
@@ -278,24 +270,16 @@ def find_file(folder: Path, stem: str) -> Path | None:
     return samples[0] if samples else None
 
 
-def missing_file(folder: Path, stem: str) -> ValueError:
+def _missing_file(folder: Path, stem: str) -> ValueError:
     """Makes the error for a missing file; it lists the names that were expected."""
     names = ", ".join(f"{stem}{ending}" for ending in (".tsv", ".tsv.gz", ".sub*.tsv", ".sub*.tsv.gz"))
     found = ", ".join(sorted(path.name for path in folder.iterdir())) or "nothing"
     return ValueError(f"expected one of {names} in {folder}, which holds {found}")
 
 
-def read_tsv(task: Task, path: Path) -> Dataset:
-    """Reads one TSV file as a dataset with the task's hub columns.
-
-    Args:
-        task: the task.
-        path: the file, plain or gzip.
-
-    Raises:
-        ValueError: for an empty file, a header without the task's columns, or a malformed row.
-    """
-    rows = numbered_rows(path)
+def _read_tsv(task: Task, path: Path) -> Dataset:
+    """Reads one TSV file as a dataset with the task's hub columns."""
+    rows = _numbered_rows(path)
     header = task.headerless or next(rows, (1, ("nothing",)))[1]
     wanted = [*(task.tsv_sentences or task.sentences), task.tsv_label]
     if not set(wanted) <= set(header):
@@ -319,11 +303,9 @@ def read_tsv(task: Task, path: Path) -> Dataset:
     return Dataset.from_dict(columns)
 
 
-def numbered_rows(path: Path) -> Iterator[tuple[int, Sequence[str]]]:
-    """Yields line numbers, from 1, and fields, without a byte-order mark, Windows line ends and blank lines at the end.
-
-    Raises:
-        ValueError: for a damaged gzip file.
+def _numbered_rows(path: Path) -> Iterator[tuple[int, Sequence[str]]]:
+    """Yields line numbers, from 1, and fields, without a byte-order mark, Windows line ends and blank lines at the
+    end.
     """
     blank: list[int] = []
     try:

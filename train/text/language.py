@@ -1,12 +1,10 @@
-"""Parts that the programs for language models share: samples of one text, and the training on them."""
+"""Parts that the programs for language models share: arguments, samples of one text, and the training on them."""
 
 from __future__ import annotations
 
 import math
-import shlex
-import statistics
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import MISSING, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,18 +15,55 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 from transformers import PreTrainedModel
 
-import favor
-from favor.train.common import checkpoint, loop, report
+from favor.train.common import checkpoint, loop
 from favor.train.common.arguments import (
     DEFAULT_SEED,
     SOFTMAX_BOUND,
+    ArgumentGroups,
+    BatchedRunArguments,
+    Checked,
+    HeadArguments,
+    ModelArguments,
+    option,
 )
-from favor.train.common.batches import EpochSampler
 from favor.train.common.lock import releases_locks
-from favor.train.common.optimizers import make_optimizer
-from favor.train.common.pretrained import check_model, check_positions, load_switched, load_tokenizer
-from favor.train.text.arguments import Arguments
+from favor.train.common.loop import VisitSampler
+from favor.train.common.pretrained import check_positions, load_switched, load_tokenizer, make_optimizer
+from favor.train.common.program import describe, load_line, of_program, of_training, program
 from favor.train.text.samples import check_text, samples
+from favor_command.saved import check_model
+
+
+@dataclass(kw_only=True)
+class TextArguments(Checked):
+    """The text, and the output layer."""
+
+    train_file: str = option(MISSING, "Text to learn from: UTF-8, plain, .gz or .xz.")
+    validation_file: str | None = option(
+        None, "Text to evaluate on. Default: 5 % of the samples of train_file, which are not trained on."
+    )
+    max_length: int = option(128, "Tokens of a sample.", above=0)
+    max_train_samples: int | None = option(
+        None,
+        "Take this number of samples, evenly spaced over the text; without validation_file, 5 % of them to evaluate "
+        "on.",
+        above=0,
+    )
+    max_eval_samples: int | None = option(500, "Evaluate on at most this number of samples.", above=0)
+    untie_head: bool = option(
+        False, f"Give the output layer weights of its own; needed for {SOFTMAX_BOUND} and head_learning_rate."
+    )
+
+
+@dataclass
+class Arguments(ArgumentGroups):
+    """All arguments of a run."""
+
+    model: ModelArguments
+    text: TextArguments
+    train: BatchedRunArguments
+    head: HeadArguments
+
 
 Samples = Dataset[dict[str, Tensor]]
 
@@ -38,27 +73,19 @@ class Objective:
     """Describes the task that a model learns.
 
     Attributes:
-        program: module that is run.
+        name: of the program, `favor.train.NAME`.
         auto_class: class of transformers for the model with its output layer.
         shift: number of places from a prediction to its label: 1 for the next token, 0 for a masked token.
-        samples: (tokens `[n, length]`, tokenizer, text arguments, seed) -> samples with labels; item
+        samples: (tokens `[n, length]`, tokenizer, seed) -> samples with labels; item
             `epoch * n + index` is sample `index` in that epoch.
         check: raises ValueError for a model that cannot learn the task.
     """
 
-    program: str
+    name: str
     auto_class: Any
     shift: int
-    samples: Callable[[Tensor, Any, Any, int], Samples]
+    samples: Callable[[Tensor, Any, int], Samples]
     check: Callable[[PreTrainedModel], None]
-
-
-class VisitSampler(EpochSampler):
-    """A sampler that yields `epoch * length + index`, so that a sample can differ between epochs."""
-
-    def __iter__(self) -> Iterator[int]:
-        for index in super().__iter__():
-            yield self.epoch * self.length + index
 
 
 def load_model(arguments: Arguments, objective: Objective, seed: int) -> PreTrainedModel:
@@ -125,8 +152,8 @@ def make_loaders(
         ids, held_out = ids[held:], ids[:held][: text.max_eval_samples]
     else:
         held_out = samples(text.validation_file, tokenizer, text.max_length, text.max_eval_samples)
-    data = objective.samples(ids, tokenizer, text, seed)
-    fixed = objective.samples(held_out, tokenizer, text, 0)
+    data = objective.samples(ids, tokenizer, seed)
+    fixed = objective.samples(held_out, tokenizer, 0)
     sampler = VisitSampler(len(ids), seed)
     return (
         DataLoader(data, train.per_device_train_batch_size, sampler=sampler),
@@ -176,7 +203,7 @@ def train_model(
     """
     # The loss may not depend on the bias of an untied head, a pooler or another head.
     parallel = DistributedDataParallelKwargs(find_unused_parameters=True)
-    accelerator = loop.make_accelerator(arguments.train, folder, [parallel])
+    accelerator = loop.make_accelerator(arguments.train, [parallel])
     if note := arguments.model.without_effect():
         accelerator.print(note)
     tokenizer, model = load_tokenizer(arguments.model), load_model(arguments, objective, seed)
@@ -189,33 +216,22 @@ def train_model(
     progress = run.progress
     if not progress.history and not progress.step:
         progress.before = evaluate(run, eval_loader, objective.shift)
-        accelerator.print(f"before training: {report.describe(progress.before)}")
+        accelerator.print(f"before training: {describe(progress.before)}")
     with loop.stoppable(run):
-        for epoch in loop.epochs(run, arguments.train):
+        for epoch in loop.epochs(run):
             metrics = evaluate(run, eval_loader, objective.shift)
             progress.history.append({"epoch": epoch, "step": progress.step, "metrics": metrics})
-            accelerator.log({f"eval_{name}": value for name, value in metrics.items()}, step=progress.step)
-            accelerator.print(f"\nepoch {epoch}, step {progress.step}: {report.describe(metrics)}")
-    trained = accelerator.unwrap_model(run.model)
+            accelerator.print(f"\nepoch {epoch}, step {progress.step}: {describe(metrics)}")
     if accelerator.is_main_process:
-        checkpoint.save_pretrained(folder, trained, tokenizer)
-        accelerator.print(report.load_line(trained, folder, objective.auto_class))
+        checkpoint.save_pretrained(folder, run.trained, tokenizer)
+        accelerator.print(load_line(run.trained, folder, objective.auto_class))
     accelerator.end_training()
-    return run, trained
+    return run, run.trained
 
 
 @releases_locks
-def run_program(arguments: Arguments, objective: Objective, words: Sequence[str]) -> dict[str, Any]:
-    """Trains and returns what `all_results.json` holds.
-
-    Args:
-        arguments: all arguments of the program.
-        objective: the task that the model learns.
-        words: the command line without the program's name.
-
-    Raises:
-        ValueError: for arguments or files that cannot be used; the message says which and why.
-    """
+def run_program(arguments: Arguments, objective: Objective, words: Sequence[str] | None) -> dict[str, Any]:
+    """Trains and returns what `all_results.json` holds, which has the command line, `words`."""
     train, folder = arguments.train, Path(arguments.train.output_dir)
     accelerator = Accelerator(mixed_precision=train.mixed_precision)
     seed = DEFAULT_SEED if train.seed is None else train.seed
@@ -227,27 +243,40 @@ def run_program(arguments: Arguments, objective: Objective, words: Sequence[str]
             check_text(path)
     if train.resume and (folder / checkpoint.RESULTS).exists():
         return checkpoint.read_json(folder / checkpoint.RESULTS)
-    accelerator.wait_for_everyone()
-    if accelerator.is_main_process:
-        checkpoint.start_run(folder, settings, train.overwrite_output_dir)
-    accelerator.wait_for_everyone()
+    checkpoint.start_run(folder, settings, train.overwrite_output_dir)
     run, model = train_model(arguments, objective, seed, folder)
-    backend = model.config._attn_implementation
-    results = {
-        "metrics": run.progress.history[-1]["metrics"],
-        "metrics_before": run.progress.before,
-        "train_loss": run.progress.loss_sum / run.progress.step,
-        "steps": run.progress.step,
-        "history": run.progress.history,
-        "seconds_per_step": statistics.median(run.seconds) if run.seconds else None,
-        "peak_memory_bytes": report.peak_memory(accelerator.device),
-        "attn_implementation": backend,
-        "favor": model.config.favor if backend in favor.BACKENDS else None,
-        "num_processes": accelerator.num_processes,
-        "arguments": arguments.to_dict() | {"seed": seed},
-        "command": shlex.join(["python", "-m", objective.program, *words]),
-        "versions": report.versions(),
-    }
+    results = of_training(run, model) | of_program(
+        f"favor.train.{objective.name}", words, arguments.to_dict() | {"seed": seed}
+    )
+    results |= {"metrics": run.progress.history[-1]["metrics"], "metrics_before": run.progress.before}
     if accelerator.is_main_process:
         checkpoint.write_json(folder / checkpoint.RESULTS, results)
     return results
+
+
+def programs(
+    objective: Objective, text: str | None
+) -> tuple[Callable[[Sequence[str] | None], Arguments], Callable[..., dict[str, Any]], Callable[[], None]]:
+    """Makes the functions `parse_arguments`, `main` and `cli` of the program for a task.
+
+    Args:
+        objective: the task that the model learns.
+        text: the docstring of the program.
+    """
+
+    def parse_arguments(words: Sequence[str] | None) -> Arguments:
+        """Parses the arguments; ends the program for bad ones, raises ValueError for values that cannot be used."""
+        return Arguments.parse(words, text, f"favor-{objective.name}")
+
+    def main(argv: list[str] | None = None) -> dict[str, Any]:
+        """Trains and returns what `all_results.json` holds.
+
+        Args:
+            argv: the command line without the program's name. Default None: `sys.argv`.
+
+        Raises:
+            ValueError: for arguments or files that cannot be used; the message says which and why.
+        """
+        return run_program(parse_arguments(argv), objective, argv)
+
+    return parse_arguments, main, program(f"favor-{objective.name}", main)

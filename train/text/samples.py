@@ -1,9 +1,10 @@
-"""Plain text as sequences of tokens: one file, cut into samples of equal length."""
+"""Text files of other people, line by line or as sequences of tokens, cut into samples of equal length."""
 
 from __future__ import annotations
 
 import gzip
 import lzma
+import re
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,7 +16,27 @@ from torch import Tensor
 
 from favor_command.saved import check_known
 
+_NO_TEXT = re.compile("[\0\ud800-\udfff]")
 _OPEN: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".xz": lzma.open}
+
+
+def open_lines(path: Path, newline: str | None = None) -> Any:
+    """Opens a text file, plain or gzip, without its byte order mark, so that a bad byte spoils its own line alone.
+
+    Args:
+        path: the file.
+        newline: as in `open`.
+
+    Returns:
+        The lines, in which a byte that is not UTF-8 is a lone surrogate; `is_text` finds it.
+    """
+    opener: Callable[..., Any] = gzip.open if path.suffix == ".gz" else open
+    return opener(path, "rt", encoding="utf-8-sig", errors="surrogateescape", newline=newline)
+
+
+def is_text(text: str) -> bool:
+    """Tells whether a text is one: it has no NUL, and no byte that is not UTF-8."""
+    return _NO_TEXT.search(text) is None
 
 
 def read_text(path: str | Path, max_characters: int | None = None) -> str:

@@ -18,7 +18,7 @@ from favor.eval.glue import __main__ as glue
 from favor.eval.glue.classifier import batches
 from favor.models.bert import PerformerBertForSequenceClassification
 from favor.train.text.glue_data import load_glue
-from favor.train.text.metrics import load_glue_metric
+from favor.train.text.glue_report import glue_metrics
 
 
 @pytest.fixture
@@ -73,7 +73,7 @@ def outputs(folder, data, split="validation", backend="sdpa", **options) -> torc
 def score(logits, data, rows, split="validation") -> dict[str, float]:
     """The metrics of the task, of logits whose columns `rows` are its labels."""
     said = logits[:, 0] if data.task.is_regression else logits[:, rows].argmax(-1)
-    return load_glue_metric(data.task.name).compute(predictions=said, references=data.evaluation[split]["label"][:])
+    return glue_metrics(data.task, said, data.evaluation[split]["label"][:])
 
 
 def test_exact_and_switched_side_by_side(classifier, evaluate, glue_folder):

@@ -11,7 +11,7 @@ from torch.optim import AdamW
 
 from favor.eval.papers import head_optimizer, head_tasks
 from favor.eval.papers.head_optimizer import GRIDS, Entry, Grid, Runs, config_of, train
-from favor.train.common.batches import EpochSampler, mix
+from favor.train.common.loop import EpochSampler, mix
 
 ADAMW = config_of("adamw", 1e-2, lr=1e-2)
 GRID = Grid(body=(1e-3, 1e-2), adamw=(1e-2, 1e-1), bound=({}, {"curvature": "diag"}), sgd=(0.1,))

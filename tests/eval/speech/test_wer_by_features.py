@@ -341,7 +341,7 @@ def test_a_diverged_arm_does_not_stop_the_others(ctc, corpus, tmp_path, monkeypa
 def test_an_arm_from_new_weights_in_its_own_process(corpus, tmp_path):
     words = [
         "--backends", "uniform_mean", "--output_dir", str(tmp_path), "--results_dir", str(tmp_path), "--name", "x",
-        "--data_dir", str(corpus), "--preset", "tiny", "--tokenizer_type", "char", "--num_mel_bins", "20",
+        "--data_dir", str(corpus), "--preset", "tiny", "--tokenizer_type", "char",
         "--max_train_steps", "1", "--architecture", "transducer",
     ]  # fmt: skip
     assert program.main(words) == 0

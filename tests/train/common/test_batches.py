@@ -4,7 +4,7 @@ from itertools import product
 
 import torch
 
-from favor.train.common.batches import EpochSampler, mix
+from favor.train.common.loop import EpochSampler, mix
 
 LENGTHS = torch.randint(5, 100, (103,), generator=torch.Generator().manual_seed(0)).tolist()
 BATCH = 8

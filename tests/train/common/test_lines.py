@@ -8,8 +8,7 @@ import pytest
 
 from favor.eval.papers.datasets import read_rows
 from favor.models.speech import Pronunciations
-from favor.train.common.lines import is_text, open_lines
-from favor.train.text.samples import read_text
+from favor.train.text.samples import is_text, open_lines, read_text
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from transformers import (
 import favor.models
 from favor.models.bert import PerformerBertConfig, PerformerBertForMaskedLM, PerformerBertModel
 from favor.models.conformer import ConformerConfig
-from favor.models.stored_backend import StoredBackend, keeps_backend, zoo_configuration, zoo_model
+from favor.models.stored_backend import keeps_backend, zoo_configuration, zoo_model
 from favor.train.common.pretrained import load_exact
 
 SIZES = {"vocab_size": 30, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8}
@@ -30,24 +30,6 @@ def test_the_zoo_is_found_by_what_its_classes_extend():
     assert keeps_backend("performer_bert")
     assert keeps_backend(ConformerConfig.model_type)
     assert not keeps_backend("bert")
-
-
-def test_a_new_model_of_the_zoo_needs_no_other_line():
-    class PlainConfig(LlamaConfig):  # not transformers' own, which other tests use
-        model_type = "plain"
-
-    class PlainModel(LlamaForCausalLM):
-        config_class = PlainConfig
-
-    class NewConfig(StoredBackend, PlainConfig):
-        model_type = "new"
-
-    class NewModel(PlainModel):
-        config_class = NewConfig
-
-    assert zoo_configuration(PlainConfig) is NewConfig
-    assert zoo_model(PlainModel) is NewModel
-    assert keeps_backend("new")
 
 
 def test_checkpoints_are_loaded_with_the_class_they_name_or_that_of_the_zoo(tmp_path):

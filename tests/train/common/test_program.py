@@ -1,6 +1,5 @@
 """How programs talk to their user: errors in one line, near misses, Ctrl-C, checks before a model loads."""
 
-import argparse
 import gzip
 import os
 import sys
@@ -8,10 +7,9 @@ import sys
 import pytest
 import transformers
 
-from favor.eval import small_decoder
 from favor.train import clm, distill, glue, mlm
 from favor.train.common import loop
-from favor.train.common.program import Formatter, Parser, program
+from favor.train.common.program import program
 
 
 @pytest.fixture
@@ -107,14 +105,6 @@ def test_texts_are_checked_before_the_model(name, file, part, start, bert_folder
     assert_one_line(said, code, name, part)
 
 
-def test_evaluations_speak_the_same_way(start, wrong_files, monkeypatch):
-    monkeypatch.chdir(wrong_files)
-    code, said = start(small_decoder, "--text", "nothing.txt", "--output_dir", "run")
-    assert_one_line(said, code, "favor.eval.small_decoder", "expected a text file, got nothing.txt")
-    code, said = start(small_decoder, "--text", "empty.txt", "--output_dir", ".")
-    assert_one_line(said, code, "favor.eval.small_decoder", "expected a new folder or an empty one, got .")
-
-
 def test_debug_shows_where(start, bert_folder, monkeypatch):
     words = ["--model_name_or_path", str(bert_folder), "--task_name", "rtte", "--output_dir", "run"]
     monkeypatch.setattr(sys, "argv", ["program", *words, "--debug"])
@@ -182,20 +172,3 @@ def test_exit_codes_are_those_of_the_program(start):
     # Under a launcher the lines that follow are not ours.
     said = start(run_of(lambda: int("x")), environment={"ACCELERATE_MIXED_PRECISION": "no"})[1]
     assert said.endswith("; the lines below are from accelerate launch\n")
-
-
-def test_options_may_be_written_with_hyphens_and_are_listed_once():
-    parser = Parser("name", "Text.\n\n    example \\\n        more")
-    parser.add_argument("--num_features", type=int, default=3, help="so many")
-    parser.add_argument("--rates", type=float, nargs="+", default=[0.5, 1e-5], help="5 %% of it")
-    parser.add_argument("--seed", type=int, help="Default 42.")
-    parser.add_argument("--needed", required=True, help="that")
-    for words in (["--num-features", "7"], ["--num-features=7"], ["--num_features", "7"]):
-        assert parser.parse_args([*words, "--needed", "x-y"]).num_features == 7
-    text = parser.format_help()
-    assert "    example \\\n        more" in text
-    assert "num-features" not in text
-    for line in ("so many (default: 3)", "5 % of it (default: 0.5 1e-05)", "Default 42.\n", "that (required)"):
-        assert line in text
-    assert isinstance(parser, argparse.ArgumentParser)
-    assert parser.formatter_class is Formatter

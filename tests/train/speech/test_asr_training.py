@@ -1,7 +1,5 @@
 """The speech training program: it learns, resumes, averages, refuses and counts."""
 
-import json
-
 import numpy as np
 import pytest
 import soundfile
@@ -11,13 +9,11 @@ from stopping import same_weights, whole_and_resumed
 from transformers import AutoModelForCTC, AutoProcessor
 
 from favor.models.conformer import ConformerConfig
-from favor.train import asr
-from favor.train.asr import parse_arguments
-from favor.train.common.average import weight_average
+from favor.train.common.loop import weight_average
 
 SETTINGS = {"preset": "tiny", "tokenizer_type": "char", "attn_implementation": "favor#", "num_features": 16}
 SETTINGS |= {"exact_below": 0, "per_device_train_batch_seconds": 8, "max_train_steps": 6, "learning_rate": 2e-3}
-PLAIN = {"speeds": "1", "frequency_masks": 0, "time_masks": 0}
+PLAIN = {"speeds": "1", "spec_augment": "0 0 0 0"}
 
 
 @pytest.fixture(scope="module")
@@ -26,22 +22,9 @@ def short(tmp_path_factory):
     return write_corpus(tmp_path_factory.mktemp("short"), {"train": 5, "dev": 1}, words=(1, 2))
 
 
-def test_an_epoch_may_have_each_utterance_several_times(corpus, tmp_path):
-    manifest = tmp_path / "more.jsonl"
-    row = {"audio": str(next(corpus.rglob("3-*.flac"), next(corpus.rglob("2-*.flac")))), "text": "BAD CAB"}
-    manifest.write_text(json.dumps(row))
-    words = ["--data_dir", str(corpus), "--train_repeats", "3", "--extra_manifests", str(manifest), "--output_dir"]
-    train, evaluation, _ = asr.load_data(parse_arguments([*words, str(tmp_path / "run")]))
-    assert [one.id for one in train[:10]] == [one.id for one in train[10:20]] == [one.id for one in train[20:30]]
-    assert [one.text for one in train[30:]] == ["BAD CAB"]
-    assert len(evaluation["dev"]) == 3
-    with pytest.raises(ValueError, match="train_repeats must be"):
-        parse_arguments([*words, str(tmp_path / "run"), "--train_repeats", "0"])
-
-
 @pytest.mark.slow
 def test_five_utterances_are_learned_by_heart(train, short, tmp_path):
-    options = {**PLAIN, "dropout": 0, "ema_decay": 0.9, "eval_epochs": 100, "eval_splits": "train", "data_dir": short}
+    options = {**PLAIN, "dropout": 0, "ema_decay": 0.9, "eval_splits": "train", "data_dir": short}
     results = train(max_train_steps=80, **options)
     assert results["metrics"]["train_wer"] < 5
     assert results["utterances"] == {"train": 5}
@@ -57,15 +40,13 @@ def test_five_utterances_are_learned_by_heart(train, short, tmp_path):
 
 def test_a_causal_model_gets_fixed_features_also_of_audio_whose_band_ends_early(train, tmp_path):
     """Some bins are constant there, and "none" divides by their deviation."""
-    with pytest.raises(ValueError, match="add --normalize none"):
-        train(flags=("causal",), attn_implementation="favor+")
     root = write_corpus(tmp_path / "telephone", {"train": 3, "dev": 1}, words=(1, 2))
     for path in root.rglob("*.flac"):
         audio, rate = soundfile.read(path)
         spectrum = np.fft.rfft(audio)
         spectrum[np.fft.rfftfreq(len(audio), 1 / rate) > 3000] = 0
         soundfile.write(path, np.fft.irfft(spectrum, len(audio)), rate)
-    options = {"attn_implementation": "favor+", "normalize": "none", "max_train_steps": 1}
+    options = {"attn_implementation": "favor+", "max_train_steps": 1}
     results = train(data_dir=root, flags=("causal",), **options)
     assert np.isfinite(results["train_loss"])
     extractor = AutoProcessor.from_pretrained(tmp_path / "run").feature_extractor
@@ -74,7 +55,7 @@ def test_a_causal_model_gets_fixed_features_also_of_audio_whose_band_ends_early(
 
 @pytest.mark.slow
 def test_a_transducer_learns(train, short):
-    options = {**PLAIN, "data_dir": short, "architecture": "transducer", "eval_splits": "train", "eval_epochs": 100}
+    options = {**PLAIN, "data_dir": short, "architecture": "transducer", "eval_splits": "train"}
     first = train("first", max_train_steps=1, **options)
     last = train("last", max_train_steps=40, **options)
     assert last["train_loss"] < 0.6 * first["train_loss"]
@@ -90,7 +71,7 @@ def sounds(tmp_path_factory):
     return root
 
 
-NOISY = {"noise_dir": "noise", "reverb_dir": "rooms", "normalize": "none"}
+NOISY = {"noise_dir": "noise", "reverb_dir": "rooms"}
 
 
 @pytest.mark.parametrize(
@@ -103,19 +84,18 @@ NOISY = {"noise_dir": "noise", "reverb_dir": "rooms", "normalize": "none"}
 )
 def test_resume_repeats_the_uninterrupted_run(train, sounds, tmp_path, monkeypatch, options):
     monkeypatch.chdir(sounds)
-    settings = {"max_train_steps": 6, "checkpointing_steps": 2, "eval_epochs": 2, **options}
+    settings = {"max_train_steps": 6, "checkpointing_steps": 2, **options}
     whole, resumed = whole_and_resumed(train, tmp_path, 4, **settings)
     assert resumed["metrics"] == whole["metrics"]
     assert resumed["history"] == whole["history"]
 
 
-def test_workers_and_the_log_change_nothing(train, sounds, tmp_path):
+def test_workers_change_nothing(train, sounds, tmp_path):
     drawn = {"speeds": "0.9 1.0 1.1", "noise_dir": sounds / "noise", "reverb_dir": "synthetic", "max_train_steps": 3}
     one = train("one", **drawn)
-    other = train("other", dataloader_num_workers=1, report_to="tensorboard", **drawn)
+    other = train("other", dataloader_num_workers=1, **drawn)
     assert one["metrics"] == other["metrics"]
     assert same_weights(tmp_path / "one", tmp_path / "other")
-    assert list((tmp_path / "other").rglob("events.out.tfevents*"))
 
 
 def test_bfloat16_is_near_float32(train, fresh_accelerator):
@@ -160,21 +140,8 @@ def test_going_on_from_a_checkpoint_with_another_backend(train, tmp_path):
     results = train("second", num_features=8, **path)
     assert results["attn_implementation"] == "favor#"
     assert results["favor"]["num_features"] == 8
-    with pytest.raises(ValueError, match="num_mel_bins has no effect, because --model_name_or_path already decides it"):
-        train("third", num_mel_bins=40, **path)
-
-
-def test_a_new_model_takes_the_processor_of_another(train, tmp_path):
-    train("first", tokenizer_type="unigram", vocab_size=14, max_train_steps=1)
-    path = {"processor_name_or_path": tmp_path / "first", "tokenizer_type": None, "max_train_steps": 1}
-    train("second", **path)
-    assert ConformerConfig.from_pretrained(tmp_path / "second").vocab_size == 14
-    with pytest.raises(
-        ValueError, match="vocab_size has no effect, because --processor_name_or_path already decides it"
-    ):
-        train("third", vocab_size=14, **path)
-    with pytest.raises(ValueError, match="as normalize 'utterance' of its features does"):
-        train("causal", flags=("causal",), **path)
+    with pytest.raises(ValueError, match="vocab_size has no effect, because --model_name_or_path already decides it"):
+        train("third", vocab_size=40, **path)
 
 
 def test_a_checkpoint_goes_on_as_what_it_is_or_lends_its_encoder(train, tmp_path):
@@ -204,8 +171,8 @@ def test_the_average_follows_the_weights():
     ("values", "message"),
     [
         ({"preset": "huge"}, "preset must be one of tiny, small, paper"),
-        ({"ema_decay": 1}, r"ema_decay must be in \[0, 1\)"),
-        ({"speeds": "0"}, "speeds must be positive"),
+        ({"ema_decay": 1}, "ema_decay must be at least 0 and less than 1"),
+        ({"speeds": "0"}, "speeds must be greater than 0"),
         ({"train_split": "nowhere"}, "split must be a folder .* dev, train"),
         ({"vocab_size": 4000, "tokenizer_type": "unigram"}, "vocab_size must be at most"),
         ({"per_device_train_batch_seconds": 0.5}, "per_device_train_batch_seconds|max_seconds"),

@@ -11,7 +11,7 @@ from transformers import AutoFeatureExtractor, AutoProcessor, WhisperForConditio
 from favor.models.conformer import ConformerConfig, ConformerFeatureExtractor, ConformerForCTC
 from favor.models.speech import ConformerProcessor, train_tokenizer
 from favor.train import distill
-from favor.train.speech import distill_data
+from favor.train.speech import loaders
 from favor.train.text import distill_data as text_data
 
 OPTIONS = ["--num_features", "16"]
@@ -21,8 +21,8 @@ OPTIONS = ["--num_features", "16"]
 def few_and_short(monkeypatch):
     """Makes the samples of the corpus, which is small, shorter and fewer."""
     monkeypatch.setattr(distill, "CALIBRATION_SAMPLES", 2)
-    monkeypatch.setattr(distill_data, "JOIN_SECONDS", 4.0)
-    for module in (distill_data, text_data):
+    monkeypatch.setattr(loaders, "JOIN_SECONDS", 4.0)
+    for module in (loaders, text_data):
         monkeypatch.setattr(module, "HELD_OUT_SAMPLES", 2)
 
 

@@ -15,7 +15,7 @@ from favor.models.speech import ConformerProcessor, Pronunciations, WordLexicon,
 from favor.models.whisper_ctc import WhisperForCTC
 from favor.train import asr, nst
 from favor.train.speech.data import Skipped, Utterance, read_audio
-from favor.train.speech.lexicon import as_phonemes
+from favor.train.speech.model import as_phonemes
 from favor.train.speech.sources import load_speech
 from favor.train.speech.word_errors import word_errors
 
@@ -70,7 +70,7 @@ def test_a_model_labels_speech_with_words_and_learns_from_them(place, tmp_path):
     files = [one.audio for one in load_speech(folder, "dev+test")[0]]
     expected = WhisperForCTC.from_pretrained(folder / "model").eval().transcribe(files, **search)
     made = tmp_path / "nst" / "gen_1"
-    found = [json.loads(line) for line in (made / "labels" / "labels.jsonl").read_text().splitlines()[1:]]
+    found = [json.loads(line) for line in (made / "labels" / "labels.part-0.jsonl").read_text().splitlines()[1:]]
     texts = {label["audio"]: label["text"] for label in found}
     assert texts == {str(file): one.text for file, one in zip(files, expected, strict=True)}
     kept = [json.loads(line)["text"] for line in (made / "pseudo_labels.jsonl").read_text().splitlines()]

@@ -3,7 +3,6 @@
 import csv
 import dataclasses
 import json
-import os
 import shutil
 
 import numpy as np
@@ -14,7 +13,7 @@ from tiny_speech import make_model
 from favor.models.conformer import ConformerFeatureExtractor, ConformerForCTC, ConformerForTransducer
 from favor.models.speech import ConformerProcessor, train_tokenizer
 from favor.train.speech import pseudo_labels
-from favor.train.speech.data import Utterance, check_lengths, read_audio
+from favor.train.speech.data import Skipped, Utterance, check_lengths, read_audio
 from favor.train.speech.manifests import read_manifest
 from favor.train.speech.pseudo_labels import PseudoLabel, collect, filter_scores, fingerprint, fit_scores, label, select
 from favor.train.speech.sources import load_speech
@@ -94,16 +93,17 @@ def test_killed_labelling_goes_on_where_it_was(done, torn, model, processor, spe
             labelled(model, processor, speech, tmp_path / "labels")
     assert len(first) == done
     part = tmp_path / "labels" / "labels.part-0.jsonl"
+    part.parent.mkdir(exist_ok=True)
     with part.open("a") as stream:
         stream.write(torn)
-    assert not (part.parent / "labels.jsonl").exists()
     with pytest.raises(ValueError, match=f"lacks labels of {len(LENGTHS) - sum(first)} utterances"):
         collect(speech, part.parent)
     second = stop_after(monkeypatch, 100)
     assert labelled(model, processor, speech, part.parent) == whole
     assert sum(first) + sum(second) == len(LENGTHS)
-    assert os.listdir(part.parent) == ["labels.jsonl"]
-    assert (part.parent / "labels.jsonl").read_bytes() == (tmp_path / "whole" / "labels.jsonl").read_bytes()
+    assert (part.parent / "labels.part-0.jsonl").read_bytes() == (
+        tmp_path / "whole" / "labels.part-0.jsonl"
+    ).read_bytes()
     third = stop_after(monkeypatch, 0)
     assert labelled(model, processor, speech, part.parent) == whole
     assert third == []
@@ -111,7 +111,7 @@ def test_killed_labelling_goes_on_where_it_was(done, torn, model, processor, spe
 
 def test_only_whole_batches_with_something_new_are_searched_again(model, processor, speech, tmp_path, monkeypatch):
     whole = labelled(model, processor, speech, tmp_path / "labels")
-    file = tmp_path / "labels" / "labels.jsonl"
+    file = tmp_path / "labels" / "labels.part-0.jsonl"
     lines = file.read_text().splitlines(keepends=True)
     # The second of the batch of the two longest.
     file.write_text("".join(line for line in lines if '"u0"' not in line))
@@ -122,22 +122,21 @@ def test_only_whole_batches_with_something_new_are_searched_again(model, process
     moved = [dataclasses.replace(speech[0], audio=tmp_path / "moved.wav"), *speech[1:]]
     again = labelled(model, processor, moved, file.parent)
     assert again[0] == dataclasses.replace(whole[0], audio=str(tmp_path / "moved.wav"))
-    assert len(file.read_text().splitlines()) == len(lines)
 
 
-@pytest.mark.parametrize("changed", [{"teacher": "other"}, {"beam_size": 2}, {"resample": True}])
+@pytest.mark.parametrize("changed", [{"teacher": "other"}, {"beam_size": 2}])
 def test_labels_of_another_teacher_are_refused(changed, model, processor, speech, tmp_path):
     labelled(model, processor, speech, tmp_path / "labels")
-    told = r"labels.jsonl was made with \{'teacher': 't', .* continue with that teacher .* delete the file"
+    told = r"labels.part-0.jsonl was made with \{'teacher': 't', .*: delete it"
     with pytest.raises(ValueError, match=told):
         labelled(model, processor, speech, tmp_path / "labels", **changed)
 
 
 def test_damaged_labels_are_refused(model, processor, speech, tmp_path):
     labelled(model, processor, speech, tmp_path / "labels")
-    file = tmp_path / "labels" / "labels.jsonl"
+    file = tmp_path / "labels" / "labels.part-0.jsonl"
     file.write_text(file.read_text().replace('"log_prob"', '"log', 1))
-    with pytest.raises(ValueError, match=r"is damaged: .*delete it to label"):
+    with pytest.raises(ValueError, match=r"is damaged: .*delete it to begin again"):
         labelled(model, processor, speech, file.parent)
 
 
@@ -162,13 +161,6 @@ def test_shards_together_give_the_labels_of_one_process(model, processor, speech
     assert sum(seen) == 3 * len(speech)
 
 
-def test_transcripts_make_no_difference(model, processor, speech, tmp_path):
-    poisoned = [dataclasses.replace(one, text="POISON") for one in speech]
-    labelled(model, processor, speech, tmp_path / "one")
-    labelled(model, processor, poisoned, tmp_path / "two")
-    assert (tmp_path / "one" / "labels.jsonl").read_bytes() == (tmp_path / "two" / "labels.jsonl").read_bytes()
-
-
 def test_audio_too_short_for_a_frame_has_an_empty_label(model, processor, speech, tmp_path):
     path = write_sound(tmp_path / "audio" / "click.wav", 0.05)
     click = Utterance("click", "", path, 0.05)
@@ -176,12 +168,6 @@ def test_audio_too_short_for_a_frame_has_an_empty_label(model, processor, speech
     assert labels[0] == PseudoLabel("click", str(path), "", 0.0, 0, 0.05)
     assert labels[1:] == labelled(model, processor, speech, tmp_path / "others")
     assert labelled(model, processor, [click], tmp_path / "alone") == labels[:1]
-
-
-def test_audio_that_is_no_file_is_refused(model, processor, speech, tmp_path):
-    stored = dataclasses.replace(speech[0], audio=speech[0].audio.read_bytes())
-    with pytest.raises(ValueError, match=r"must be audio files, .* u0 is \d+ bytes. Write the audio"):
-        label(model, processor, [stored], tmp_path / "labels", teacher="t")
 
 
 def test_fingerprint_is_of_the_content(model, processor, tmp_path):
@@ -244,27 +230,9 @@ def test_the_best_are_kept(processor):
         chosen = select(labels, processor, keep=keep)
         assert "".join(one.id[1] for one in chosen.kept) == expected
         assert chosen.counts() == ({"not among the best": 6 - len(expected)} if keep < 1 else {})
-    # Their mean is -4.5; at 4 tokens sigma sqrt(4) is the deviation of all.
-    deviation = np.std([5, 1, 3, 9, 2, 7])
-    above = select(labels, processor, threshold=(4.5 - 2.5) / deviation)
-    assert [one.id for one in above.kept] == ["u1", "u4"]
-    assert above.counts() == {"score not above the threshold": 4}
-    both = select(labels, processor, threshold=0, keep=0.34)
-    assert [one.id for one in both.kept] == ["u1", "u4"]
-    assert both.counts() == {"score not above the threshold": 3, "not among the best": 1}
-    with pytest.raises(ValueError, match=r"threshold 3 leaves no label: the greatest score is 1\.2"):
-        select(labels, processor, threshold=3)
     for keep in (0, 1.1):
         with pytest.raises(ValueError, match="keep must be a fraction"):
             select(labels, processor, keep=keep)
-
-
-def test_scores_may_be_fitted_on_other_labels(processor):
-    labels, reference = made((-4, 4), (-8, 4), (-12, 4)), made((-7, 4), (-9, 4), (0, 0))
-    # Of the reference: mean -8 at 4 tokens, residuals +-1, sigma 1/2; so scores 4, 0 and -4.
-    chosen = select(labels, processor, threshold=3.9, reference=reference)
-    assert [one.id for one in chosen.kept] == ["u0"]
-    np.testing.assert_allclose(filter_scores(labels, chosen.fit), [4, 0, -4], atol=1e-9)
 
 
 def test_what_no_training_can_use_is_dropped_first(processor):
@@ -305,7 +273,7 @@ def test_kept_transcripts_fit_with_the_tokenizer_of_the_training(processor, mode
         for utterance in utterances:
             if utterance.id in chosen.dropped:
                 with pytest.raises(ValueError, match="too few for"):
-                    check_lengths([utterance], student, ctc=ctc, fastest=fastest)
+                    check_lengths([utterance], student, Skipped(), ctc=ctc, fastest=fastest)
     assert counts[True] < counts[False]
 
 

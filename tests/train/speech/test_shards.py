@@ -14,8 +14,8 @@ from favor.models.conformer import ConformerFeatureExtractor
 from favor.models.speech import ConformerProcessor, train_tokenizer
 from favor.train.speech.batches import SpeechDataset
 from favor.train.speech.data import Skipped, read_audio
+from favor.train.speech.manifests import StoredMember, read_shards
 from favor.train.speech.prepare import prepare
-from favor.train.speech.shards import StoredMember, read_shards
 from favor.train.speech.sources import load_speech
 
 LENGTHS = (1.0, 0.8, 1.2, 0.7, 0.5, 0.9)

@@ -270,11 +270,11 @@ def test_dataset_of_the_hub(dataset, corpus, tmp_path):
 def test_hub_is_asked_for_other_names(dataset, monkeypatch, tmp_path):
     asked = []
     monkeypatch.setattr(speech_sources, "load_dataset", lambda *args, **given: asked.append((args, given)) or dataset)
-    found, _ = load_speech("openslr/librispeech_asr", "validation+test", config="clean", prepared=tmp_path)
+    found, _ = load_speech("openslr/librispeech_asr:clean", "validation+test", prepared=tmp_path)
     assert asked == [(("openslr/librispeech_asr", "clean"), {"split": "validation+test"})]
     assert len(found) == 4
     with pytest.raises(ValueError, match="split must be given"):
-        read_hub()
+        read_hub("openslr/librispeech_asr")
 
 
 def test_dataset_without_ids_or_texts(dataset):
@@ -309,7 +309,6 @@ BAD_FILES = {
     "cut": (encoded(sound(1.0))[:9000], "cannot be decoded|cut short"),
     "promises": (unfinished_flac(), "cut short: 16000 of 32000|cannot be decoded"),
     "cut mp3": (encoded(sound(2.0), form="MP3")[:3000], "cut short"),
-    "rate": (encoded(sound(1.0, rate=8000), 8000), "has 8000 Hz, expected 16000"),
 }
 
 
@@ -331,11 +330,6 @@ def test_one_missing_sample_is_noticed(monkeypatch):
         read_audio(encoded(sound(1.0)))
 
 
-def test_missing_audio_is_named(tmp_path):
-    with pytest.raises(ValueError, match=r"none.flac: cannot be decoded: .*No such file"):
-        read_audio(tmp_path / "none.flac")
-
-
 def test_samples_that_are_not_finite(tmp_path):
     soundfile.write(tmp_path / "x.wav", np.full(2000, np.nan, np.float32), RATE, subtype="FLOAT")
     with pytest.raises(ValueError, match=r"x.wav: holds samples that are not finite"):
@@ -348,13 +342,11 @@ def test_channels_and_rates(tmp_path):
     np.testing.assert_allclose(read_audio(tmp_path / "two.wav"), stereo.mean(1), atol=1e-6)
     time = np.arange(44100) / 44100
     soundfile.write(tmp_path / "high.wav", np.sin(2 * np.pi * 440 * time), 44100, subtype="FLOAT")
-    converted = read_audio(tmp_path / "high.wav", resample=True)
+    converted = read_audio(tmp_path / "high.wav")
     expected = np.sin(2 * np.pi * 440 * np.arange(RATE) / RATE)
     np.testing.assert_allclose(converted[500:-500], expected[500:-500], atol=5e-3)
-    with pytest.raises(
-        ValueError, match=r"high\.wav: has 44100 Hz, expected 16000: resample=True \(--resample\) converts"
-    ):
-        read_audio(tmp_path / "high.wav")
+    with pytest.raises(ValueError, match=r"high\.wav: has 44100 Hz, expected 16000: resample=True converts"):
+        read_file(tmp_path / "high.wav")
 
 
 HEADERS = {
@@ -390,7 +382,7 @@ def test_sampling_rates_that_no_recording_has(tmp_path, rate):
     (tmp_path / "x.wav").write_bytes(content)
     message = r"x\.wav: (sampling rates must be whole numbers of 1000 to 768000 Hz, got|65537 Hz cannot be converted)"
     lines = [{"audio": "x.wav", "text": "GO"}, *rows(tmp_path, 1)]
-    _, skipped = load_speech(write_manifest(tmp_path / "all.jsonl", lines), resample=True, max_bad=1)
+    _, skipped = load_speech(write_manifest(tmp_path / "all.jsonl", lines), max_bad=1)
     assert len(skipped) == 1
     with pytest.raises(ValueError, match=message):
         read_file(tmp_path / "x.wav", resample=True)
@@ -404,27 +396,6 @@ def test_a_small_file_of_endless_silence(monkeypatch):
     with pytest.raises(ValueError, match=r"bytes: unpacks to more than \d+ samples"):
         read_file(content)
     assert len(read_file(encoded(sound(1.0)))) == RATE
-
-
-@pytest.mark.parametrize("limit", [-1, 1.5, -0.5])
-def test_refuses_limits(limit):
-    with pytest.raises(ValueError, match="max_bad must be"):
-        Skipped(limit)
-
-
-def test_a_long_report_is_shortened():
-    skipped = Skipped(100)
-    for number in range(30):
-        skipped.add(f"file {number}", "is bad")
-    assert "file 29: is bad" in skipped.describe(20)
-    assert "10 not shown" in skipped.describe(20)
-    assert skipped.describe().count("is bad") == 30
-
-
-def test_frames_of_the_encoder():
-    for frames in range(200):
-        expected = ((frames - 5) // 2 + 1 - 5) // 2 + 1
-        assert subsampled_frames(frames) == max(0, expected)
 
 
 def test_needed_frames():
@@ -454,6 +425,4 @@ def test_transcripts_that_are_too_long():
     assert not check("A", seconds=0.1)
     assert check("A" * 300, outputs=lambda frames: 1000)
     with pytest.raises(ValueError, match=r"one \(x\): 0.40 s give 7 frames, too few for 8 tokens that need 8"):
-        check_lengths([Utterance("one", "ABCABCA", Path("x"), 0.4)], processor)
-    with pytest.raises(ValueError, match="utterance one has no length yet"):
-        check_lengths([Utterance("one", "A", Path("x"))], processor)
+        check_lengths([Utterance("one", "ABCABCA", Path("x"), 0.4)], processor, Skipped())

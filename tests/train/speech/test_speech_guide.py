@@ -20,7 +20,7 @@ from favor.eval import whisper_ctc, whisper_ctc_long
 from favor.eval.speech import language_model, lexicon
 from favor.models.speech import write_arpa
 from favor.train import asr, distill, nst
-from favor.train.speech import distill_data
+from favor.train.speech import loaders
 from favor.train.text import distill_data as text_data
 
 GUIDES = [Path(__file__).parents[3] / f"docs/guides/{name}.md" for name in ("speech", "streaming")]
@@ -95,8 +95,8 @@ def place(tmp_path, monkeypatch):
     (tmp_path / "novel.txt").write_text(NOVEL)
     monkeypatch.setattr(whisper_ctc_long, "isolated", isolated_here)
     monkeypatch.setattr(distill, "CALIBRATION_SAMPLES", 1)
-    monkeypatch.setattr(distill_data, "JOIN_SECONDS", 1.0)
-    for module in (distill_data, text_data):
+    monkeypatch.setattr(loaders, "JOIN_SECONDS", 1.0)
+    for module in (loaders, text_data):
         monkeypatch.setattr(module, "HELD_OUT_SAMPLES", 1)
     save(tmp_path / "whisper", make_processor())
     save_causal(tmp_path / "causal")

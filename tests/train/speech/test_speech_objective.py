@@ -22,10 +22,9 @@ from favor.models.speech import ConformerProcessor, train_tokenizer
 from favor.train.speech import objective
 from favor.train.speech.batches import SpeechDataset, collate
 from favor.train.speech.data import Utterance
-from favor.train.speech.objective import DynamicChunks
-from favor.train.speech.teacher import TaughtModel, WhisperTeacher, frame_places, unexplained
+from favor.train.speech.objective import TaughtModel, WhisperTeacher, draw_chunks, frame_places, unexplained
 
-SETTINGS = {"preset": "tiny", "tokenizer_type": "char", "normalize": "none", "attn_implementation": "sdpa"}
+SETTINGS = {"preset": "tiny", "tokenizer_type": "char", "attn_implementation": "sdpa"}
 SETTINGS |= {"per_device_train_batch_seconds": 8, "max_train_steps": 4, "learning_rate": 2e-3}
 
 
@@ -35,10 +34,10 @@ def weights(folder):
 
 def test_chunks_are_drawn_from_their_ranges():
     torch.manual_seed(0)
-    drawn = [DynamicChunks(0.5, (4, 6)).draw() for _ in range(400)]
+    drawn = [draw_chunks(0.5, (4, 6)) for _ in range(400)]
     assert 150 < drawn.count(None) < 250
     assert {one for one in drawn if one is not None} == {Chunks(size) for size in (4, 5, 6)}
-    assert DynamicChunks(1.0, (4, 4)).draw() == Chunks(4)
+    assert draw_chunks(1.0, (4, 4)) == Chunks(4)
 
 
 def test_the_mean_explains_nothing_and_scales_do_not_matter():
@@ -112,11 +111,11 @@ def test_the_teacher_hears_the_speed_but_no_noise(corpus, whisper):
 
 def test_resume_repeats_the_uninterrupted_run(train, whisper, tmp_path):
     settings = {"max_train_steps": 5, "checkpointing_steps": 2, "dropout": 0.2, "dynamic_chunk": 0.5}
-    settings |= {"whisper_teacher": whisper, "hidden_weight": 3.0, "architecture": "transducer"}
+    settings |= {"whisper_teacher": whisper, "architecture": "transducer"}
     whole, resumed = whole_and_resumed(train, tmp_path, 4, **settings)
     assert resumed["history"] == whole["history"]
     assert not any(name.startswith(("projection", "student")) for name in weights(tmp_path / "whole"))
-    plain = train("plain", **{**settings, "whisper_teacher": None, "hidden_weight": None})
+    plain = train("plain", **{**settings, "whisper_teacher": None})
     assert plain["train_loss"] != whole["train_loss"]
     assert ConformerForTransducer.from_pretrained(tmp_path / "whole").config.vocab_size > 0
 
@@ -124,7 +123,7 @@ def test_resume_repeats_the_uninterrupted_run(train, whisper, tmp_path):
 def test_an_encoder_that_is_not_trained_keeps_the_statistics_of_its_batch_normalisation(train, tmp_path):
     """Which no gradient changes, but a pass in training mode does; a Whisper, the other test's encoder, has none."""
     train("first", max_train_steps=1)
-    rest = {"model_name_or_path": tmp_path / "first", "preset": None, "tokenizer_type": None, "normalize": None}
+    rest = {"model_name_or_path": tmp_path / "first", "preset": None, "tokenizer_type": None}
     train("second", encoder_learning_rate=0, max_train_steps=2, ema_decay=0, **rest)
     first, second = weights(tmp_path / "first"), weights(tmp_path / "second")
     changed = {name for name in first if not torch.equal(first[name], second[name])}
@@ -133,7 +132,7 @@ def test_an_encoder_that_is_not_trained_keeps_the_statistics_of_its_batch_normal
 
 def test_a_model_of_chunks_is_evaluated_in_chunks_and_streams(train, corpus, tmp_path, monkeypatch):
     monkeypatch.setattr(objective, "CHUNK_SECONDS", (0.08, 0.4))
-    trained = train(dynamic_chunk=0.7, max_train_steps=12, eval_epochs=10, ema_decay=0.5)
+    trained = train(dynamic_chunk=0.7, max_train_steps=12, ema_decay=0.5)
     words = ["--model_name_or_path", str(tmp_path / "run"), "--data_dir", str(corpus), "--eval_splits", "dev"]
     rates = []
     for more in ([], ["--chunk_seconds", "0.16"], ["--chunk_seconds", "0.16", "--left_chunks", "1"]):
@@ -150,16 +149,13 @@ def test_a_model_of_chunks_is_evaluated_in_chunks_and_streams(train, corpus, tmp
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"dynamic_chunk": 1.5}, "dynamic_chunk must be from 0 to 1, got 1.5"),
-        ({"dynamic_chunk": 0.5, "normalize": "utterance"}, "add --normalize none"),
+        ({"dynamic_chunk": 1.5}, "dynamic_chunk must be at least 0 and at most 1"),
         ({"dynamic_chunk": 0.5, "causal": ""}, "a causal model streams without them"),
         (
             {"dynamic_chunk": 0.5, "attn_implementation": "favor#"},
             r"call favor\.calibrate first, or use favor\+ or sdpa",
         ),
         ({"dynamic_chunk": 0.5, "attn_implementation": "landmark"}, r"use favor\+ with window=0, or sdpa"),
-        ({"hidden_weight": 2}, "hidden_weight needs a teacher: add --whisper_teacher DIR"),
-        ({"hidden_weight": 0}, "hidden_weight must be greater than 0"),
     ],
 )
 def test_what_cannot_be_is_refused(train, options, message):
@@ -169,11 +165,14 @@ def test_what_cannot_be_is_refused(train, options, message):
 
 def test_only_a_whisper_teaches_and_only_a_conformer_learns(train, whisper, tmp_path):
     train(max_train_steps=1)
+    again = {"model_name_or_path": tmp_path / "run", "preset": None, "tokenizer_type": None}
+    with pytest.raises(ValueError, match="chunks cannot wait for the whole utterance"):
+        train("other", dynamic_chunk=0.5, **again)
     with pytest.raises(ValueError, match=r"teacher must be a Whisper, or CTC on its encoder; .* holds conformer"):
         train("other", whisper_teacher=tmp_path / "run")
     other = {"model_name_or_path": whisper, "architecture": "ctc", "encoder_learning_rate": 1e-4}
-    other |= {"preset": None, "normalize": None, "per_device_train_batch_seconds": 24}
-    with pytest.raises(ValueError, match="teacher is for a Conformer that learns from a Whisper, got WhisperForCTC"):
+    other |= {"preset": None, "per_device_train_batch_seconds": 24}
+    with pytest.raises(ValueError, match="whisper_teacher is for Conformers, got WhisperForCTC"):
         train("other", whisper_teacher=whisper, **other)
     with pytest.raises(ValueError, match="dynamic_chunk is for Conformers, got WhisperForCTC: leave it out"):
         train("other", dynamic_chunk=0.5, **other)
@@ -187,5 +186,5 @@ def test_only_a_whisper_teaches_and_only_a_conformer_learns(train, whisper, tmp_
 
 def test_ctc_on_a_whisper_teaches_too(train, whisper, tmp_path):
     settings = {"model_name_or_path": whisper, "architecture": "ctc", "encoder_learning_rate": 1e-4, "preset": None}
-    train("ctc", **settings, normalize=None, per_device_train_batch_seconds=24, max_train_steps=1)
+    train("ctc", **settings, per_device_train_batch_seconds=24, max_train_steps=1)
     assert train("student", whisper_teacher=tmp_path / "ctc")["train_loss"] > 0

@@ -23,9 +23,9 @@ def counted(monkeypatch):
     """Ids of the utterances that `prepare` decodes from now on."""
     seen = []
 
-    def read(utterance, **settings):
+    def read(utterance, rate):
         seen.append(utterance.id)
-        return read_audio(utterance, **settings)
+        return read_audio(utterance, rate)
 
     monkeypatch.setattr(speech_prepare, "read_audio", read)
     return seen
@@ -43,7 +43,7 @@ def mixed(corpus):
 
 @pytest.mark.parametrize("limit", [2, 0.5, 1.0])
 def test_bad_files_up_to_a_limit(mixed, limit, tmp_path):
-    found, skipped = load_speech(mixed, "dev", max_bad=limit, prepared=tmp_path / "ready", workers=2)
+    found, skipped = load_speech(mixed, "dev", max_bad=limit, prepared=tmp_path / "ready")
     assert [one.id for one in found] == ["12-112-0001", "12-112-0003"]
     assert [name.split()[0] for name in skipped.reasons] == ["7-107-0000", "7-107-0002"]
     assert "7-107-0000.flac): the file is empty" in skipped.describe()
@@ -55,18 +55,6 @@ def test_bad_files_over_the_limit(mixed, limit):
     name = "7-107-0002" if limit else "7-107-0000"
     with pytest.raises(ValueError, match=rf"(?s)cannot be used \(max_bad is {limit}\).*{name}"):
         load_speech(mixed, "dev", max_bad=limit)
-
-
-def test_a_search_that_ends_at_the_first_bad_file_says_so(mixed):
-    with pytest.raises(ValueError, match=r"1 cannot be used .*, the first unusable file; later ones were not read"):
-        load_speech(mixed, "dev")
-
-
-def test_nothing_left(mixed):
-    for path in mixed.rglob("*.flac"):
-        path.write_bytes(b"")
-    with pytest.raises(ValueError, match="no utterance that can be used"):
-        load_speech(mixed, "dev", max_bad=9)
 
 
 def test_a_second_preparation_does_nothing(corpus, tmp_path, monkeypatch):
@@ -95,7 +83,6 @@ def test_bad_files_are_remembered(mixed, tmp_path, monkeypatch):
     utterances = read_librispeech(mixed, "dev")
     with pytest.raises(ValueError, match=r"7-107-0000"):
         prepare(utterances, tmp_path)
-    assert not (tmp_path / "checked.jsonl").exists()
     seen = counted(monkeypatch)
     with pytest.raises(ValueError, match=r"7-107-0002"):
         prepare(utterances, tmp_path, skipped=Skipped(1))
@@ -113,8 +100,8 @@ def test_other_settings_are_refused(corpus, tmp_path):
     with (tmp_path / "checked.jsonl").open("a") as stream:
         stream.write("not ours")
     before = (tmp_path / "checked.jsonl").read_text()
-    with pytest.raises(ValueError, match=r"was made with .*'resample': False.*not with .*'resample': True"):
-        prepare(utterances, tmp_path, resample=True)
+    with pytest.raises(ValueError, match=r"was made with .*'sampling_rate': 16000.*not with .*'sampling_rate': 8000"):
+        prepare(utterances, tmp_path, sampling_rate=8000)
     assert (tmp_path / "checked.jsonl").read_text() == before
     (tmp_path / "checked.jsonl").write_text("{}\n")
     with pytest.raises(ValueError, match="is damaged"):
@@ -140,13 +127,13 @@ def killed_at_the_third(folder, utterances):
     """Runs in a process of its own: prepares one utterance after the other, and dies in the middle of a line."""
     calls, read = [], speech_prepare.read_audio
 
-    def read_or_die(utterance, **settings):
+    def read_or_die(utterance, rate):
         calls.append(utterance)
         if len(calls) == 3:
-            with (folder / "checked.partial.jsonl").open("a") as stream:
+            with (folder / "checked.jsonl").open("a") as stream:
                 stream.write('{"id": "half a li')
             os.kill(os.getpid(), signal.SIGKILL)
-        return read(utterance, **settings)
+        return read(utterance, rate)
 
     speech_prepare.read_audio, speech_prepare.CHUNK = read_or_die, 1
     prepare(utterances, folder)
@@ -158,7 +145,6 @@ def test_a_killed_preparation_goes_on(corpus, tmp_path, monkeypatch):
     process.start()
     process.join()
     assert process.exitcode == -signal.SIGKILL
-    assert not (ready / "checked.jsonl").exists()
     seen = counted(monkeypatch)
     found = prepare(utterances, ready)
     assert seen == ["7-107-0000", "7-107-0002"]

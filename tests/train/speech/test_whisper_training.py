@@ -10,9 +10,9 @@ from favor.eval.asr import recognise
 from favor.train import asr
 from favor.train.speech.arguments import Arguments
 from favor.train.speech.augment import SpecAugment
+from favor.train.speech.batches import WhisperDataset, collate_whisper, fitting, label_ids
 from favor.train.speech.data import Skipped, Utterance, join, read_audio
 from favor.train.speech.sources import load_speech
-from favor.train.speech.whisper import WhisperDataset, collate_whisper, fitting, label_ids
 
 SETTINGS = {"attn_implementation": "favor#", "num_features": 16, "exact_below": 0, "max_train_steps": 4}
 SETTINGS |= {"per_device_train_batch_seconds": 24, "learning_rate": 4e-4}
@@ -83,7 +83,7 @@ def test_joined_utterances(corpus):
 def test_it_learns_and_is_loaded_with_its_attention(train, corpus, tmp_path):
     """The decoder stays exact. The saved folder gives the evaluation's words without being told the attention."""
     short = train("short", max_train_steps=1, ema_decay=0)
-    results = train(max_train_steps=30, eval_epochs=10, ema_decay=0.5)
+    results = train(max_train_steps=30, ema_decay=0.5)
     assert results["train_loss"] < short["train_loss"] - 0.2
     assert {"dev_wer", "dev_cer"} <= set(results["metrics"])
     assert results["favor"]["encoder"]["num_features"] == 16
@@ -132,5 +132,5 @@ def test_long_transcripts_are_left_out(processor):
     given = [Utterance("a", "BAD " * 9, b"", 2.0), Utterance("b", "BAD", b"", 2.0)]
     skipped = Skipped(1)
     assert [one.id for one in fitting(given, processor, skipped, slowest=1.0, most=8)] == ["b"]
-    assert skipped.reasons == {"a": "12 tokens, and the decoder has 8 places"}
+    assert skipped.reasons == {"a (0 bytes)": "12 tokens, and the decoder has 8 places"}
     assert len(fitting(given, processor, Skipped(), slowest=1.0, most=None)) == 2

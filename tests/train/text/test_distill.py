@@ -16,9 +16,9 @@ import favor.models
 from favor import features
 from favor.integrations.adapt.observe import Observation
 from favor.train import distill
+from favor.train.common.teacher import AttentionStudent
 from favor.train.distill import parse_arguments
 from favor.train.text import distill_data
-from favor.train.text.attention_student import AttentionStudent
 from favor.train.text.distill_data import Texts
 from favor.train.text.samples import samples
 
@@ -159,17 +159,6 @@ def test_weights_of_features_are_learned_and_kept(layers, bert_folder, text, tmp
         assert model(input_ids=samples(text, AutoTokenizer.from_pretrained(tmp_path), 32, 2))[0].isfinite().all()
 
 
-def test_an_untrained_correction_changes_nothing():
-    inputs = [torch.randn(2, 4, 20, 8) for _ in range(3)]
-    nothing = AttentionStudent(
-        {0: torch.nn.Module()}, features.get("wderf"), {"statistics": "batch"}, {0: (4, 8)}
-    ).correction(0)
-    options = {"features": "wderf", "num_features": 12, "window": 8}
-    torch.testing.assert_close(
-        favor.favor_attention(*inputs, correction=nothing, **options), favor.favor_attention(*inputs, **options)
-    )
-
-
 def test_training_a_model_with_landmarks_brings_its_output_closer(bert_folder, text, tmp_path):
     more = ["--model_steps", "80", "--model_learning_rate", "3e-3", "--features", "landmark"]
     more += ["--num_features", "3", "--selected_keys", "3", "--window", "0"]
@@ -191,8 +180,6 @@ def test_samples_have_the_special_tokens_of_the_tokenizer(bert_folder, text):
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        (["--attention_steps", "-1"], "attention_steps must not be negative"),
-        (["--exact_heads", "-1"], "exact_heads must not be negative"),
         (["--exact_heads", "1", "--attention_steps", "0"], "exact_heads are chosen after the attention steps"),
         (["--exact_heads", "1", "--layers", "auto"], "layers auto chooses exact heads itself"),
         (["--exact_heads", "1", "--features", "landmark"], "which landmarks and feature_weights do not have"),
@@ -201,10 +188,10 @@ def test_samples_have_the_special_tokens_of_the_tokenizer(bert_folder, text):
             ["--model_steps", "1", "--hidden_weight", "0", "--logits_weight", "0"],
             "nothing of the exact model is matched",
         ),
-        (["--task_weight", "-1"], "task_weight must not be negative"),
+        (["--task_weight", "-1"], "task_weight must be at least 0"),
         (["--lengths", "3", "8"], "lengths must be at least 4"),
-        (["--lengths", "8", "64"], r"lengths must be between 1 and max_length, 32, got \[8, 64\]"),
-        (["--pair_probability", "1.5"], "pair_probability must be between 0 and 1, got 1.5"),
+        (["--lengths", "8", "64"], r"lengths must be at most max_length, 32, got \[8, 64\]"),
+        (["--pair_probability", "1.5"], "pair_probability must be at least 0 and at most 1"),
         (["--model_steps", "1", "--task_weight", "1"], "and PerformerBertModel predicts none: set task_weight to 0"),
         (["--model_steps", "1", "--hidden_weight", "0"], "makes no predictions"),
         (["--feature_weights", "True", "--attention_steps", "3"], "feature_weights learns calibrated parameters"),
@@ -215,12 +202,6 @@ def test_samples_have_the_special_tokens_of_the_tokenizer(bert_folder, text):
 def test_bad_arguments(more, message, bert_folder, text, tmp_path):
     with pytest.raises(ValueError, match=message):
         distill.main(arguments(bert_folder, text, tmp_path, *more))
-
-
-def test_too_short_a_text_is_refused(bert_folder, text, tmp_path, monkeypatch):
-    monkeypatch.setattr(distill_data, "HELD_OUT_SAMPLES", 3000)
-    with pytest.raises(ValueError, match="3000 are held out, are too few"):
-        distill.main(arguments(bert_folder, text, tmp_path))
 
 
 def test_a_stopped_run_ends_with_the_same_weights(bert_folder, text, tmp_path):
@@ -338,11 +319,6 @@ def test_mixed_precision_changes_the_steps_and_not_how_errors_are_measured(
     assert full["errors"]["model"] == pytest.approx(low["errors"]["model"], rel=0.5)
     weights = load_file(tmp_path / "bf16" / "model.safetensors")
     assert {own.dtype for own in weights.values() if own.is_floating_point()} == {torch.float32}
-
-
-def test_a_precision_that_does_not_exist_is_refused(bert_folder, text, tmp_path):
-    with pytest.raises(ValueError, match="mixed_precision must be one of no, fp16, bf16, got 'half'"):
-        parse_arguments(arguments(bert_folder, text, tmp_path, "--mixed_precision", "half"))
 
 
 @pytest.mark.parametrize(("kind", "backend"), [("encoder", "favor+"), ("decoder", "favor++")])

@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForSequenceClassification, BertConfig
 
 from favor.train.text.glue_data import get_task
-from favor.train.text.glue_labels import is_classifier, label_rows, rows_set, set_labels
+from favor.train.text.glue_models import _set_labels, is_classifier, label_rows, rows_set
 
 
 @pytest.mark.parametrize(
@@ -39,7 +39,7 @@ def test_names_order_the_labels(task, names, rows):
     by_number = names[0][-1].isdecimal() and task != "stsb"
     assert ("numbers for labels" in remark) == by_number
     assert ("another order" in remark) == (not by_number and rows != sorted(rows))
-    set_labels(config := BertConfig(), get_task(task), rows)
+    _set_labels(config := BertConfig(), get_task(task), rows)
     assert rows_set(config, get_task(task)) == rows
 
 

@@ -11,8 +11,8 @@ from stopping import redrawing, same_weights
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 import favor.models  # noqa: F401  registers Performer BERT
-from favor.train.text.glue_data import load_glue
-from favor.train.text.metrics import load_glue_metric
+from favor.train.text.glue_data import get_task, load_glue
+from favor.train.text.glue_report import glue_metrics
 
 ROOT = Path(__file__).parents[3]
 
@@ -60,7 +60,7 @@ def test_two_processes_evaluate_every_sample_once_and_resume(bert_folder, glue_f
     pairs = zip(data["sentence1"][:], data["sentence2"][:], strict=True)
     said = [logits_of(tmp_path / "two", *pair).item() for pair in pairs]
     assert len(said) == 13
-    expected = load_glue_metric("stsb").compute(predictions=said, references=data["label"][:])
+    expected = glue_metrics(get_task("stsb"), said, data["label"][:])
     assert results["metrics"]["spearmanr"] == pytest.approx(expected["spearmanr"], abs=1e-9)
     assert results["metrics"]["pearson"] == pytest.approx(expected["pearson"], abs=1e-4)
 

@@ -7,7 +7,7 @@ from stopping import whole_and_resumed
 from transformers import AutoModelForSequenceClassification
 
 from favor.optim import CombinedOptimizer, SoftmaxBound
-from favor.train.common.optimizers import find_head, make_optimizer
+from favor.train.common.pretrained import make_optimizer
 from favor.train.glue import Arguments
 
 BOUND = {"head_optimizer": "softmax_bound"}
@@ -49,25 +49,6 @@ def test_adamw_head_with_a_learning_rate_of_its_own(bert_folder):
     optimizer, clipped = make_optimizer(model, arguments.train, arguments.head, 2)
     assert [group["lr"] for group in optimizer.param_groups] == [5e-5, 5e-5, 0.5, 0.5]
     assert len(clipped) == len(list(model.parameters()))
-
-
-def test_output_layer_is_found_by_its_labels(bert_folder):
-    model = AutoModelForSequenceClassification.from_pretrained(bert_folder, num_labels=3)
-    assert find_head(model, 3) is model.classifier
-    with pytest.raises(ValueError, match="no linear layer with 5 outputs"):
-        find_head(model, 5)
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (("--head_optimizer", "sgd"), "head_optimizer must be one of adamw, softmax_bound, got 'sgd'"),
-        (("--head_learning_rate", "0"), "head_learning_rate must be greater than 0"),
-    ],
-)
-def test_wrong_options_are_named(words, message, bert_folder):
-    with pytest.raises(ValueError, match=message):
-        given(bert_folder, *words)
 
 
 def test_regression_is_refused(train):

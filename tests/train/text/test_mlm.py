@@ -19,8 +19,8 @@ from transformers import (
 import favor.models  # noqa: F401  registers Performer BERT
 from favor.train import mlm
 from favor.train.common.pretrained import check_positions
-from favor.train.mlm import Arguments
 from favor.train.text import language
+from favor.train.text.language import Arguments
 
 BACKEND = {"attn_implementation": "favor#", "num_features": 8, "exact_below": 0}
 BOUND = {"head_optimizer": "softmax_bound"}
@@ -38,7 +38,7 @@ def test_masks_are_those_of_bert_and_change_with_the_epoch(bert_folder):
     word = tokenizer.convert_tokens_to_ids("film")
     row = [tokenizer.cls_token_id, *[word] * 198, tokenizer.sep_token_id]
     ids = torch.tensor([row] * 200)
-    data = mlm.MaskedTexts(ids, tokenizer, 0.15, seed=3)
+    data = mlm.MaskedTexts(ids, tokenizer, seed=3)
     first, again, later = data[7], data[7], data[7 + len(data)]
     assert torch.equal(first["input_ids"], again["input_ids"])
     assert not torch.equal(first["labels"], later["labels"])
@@ -91,7 +91,7 @@ def test_folder_holds_the_model_with_its_backend_and_its_scores(adapt, text, ber
 def test_short_samples_have_something_to_predict(bert_folder):
     tokenizer = AutoTokenizer.from_pretrained(bert_folder)
     ids = torch.tensor([[tokenizer.cls_token_id, 7, 8, tokenizer.sep_token_id]] * 100)
-    data = mlm.MaskedTexts(ids, tokenizer, 0.15, seed=0)
+    data = mlm.MaskedTexts(ids, tokenizer, seed=0)
     labels = torch.stack([data[i]["labels"] for i in range(100)])
     assert (labels != -100).any(1).all()
     assert (labels[:, [0, 3]] == -100).all()
@@ -177,7 +177,6 @@ def test_two_processes_are_one_with_twice_the_batch(still_folder, text, tmp_path
     [
         (BOUND, (), "must not share its weights with the embeddings: add --untie_head"),
         ({"head_learning_rate": 0.1}, (), "must not share its weights with the embeddings: add --untie_head"),
-        ({"mlm_probability": 1.0}, (), "mlm_probability must be between 0 and 1, got 1.0"),
         ({"max_length": 200}, (), "max_length is 200, but the model has 128 positions"),
         ({"max_length": 5000}, (), "max_length is 5000, but the model has 128 positions"),
         ({"max_train_samples": 1}, (), "one sample of 32 tokens: give a longer text"),

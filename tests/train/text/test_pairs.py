@@ -6,8 +6,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from favor.train.distill import parse_arguments
-from favor.train.text.distill_data import Texts
-from favor.train.text.pairs import IGNORED, Pairs
+from favor.train.text.distill_data import IGNORED, Pairs, Texts
 
 
 def words_of(*template):

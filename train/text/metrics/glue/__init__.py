@@ -1,1 +1,0 @@
-"""The folder that `evaluate.load` loads as the metric `glue`."""
