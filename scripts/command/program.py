@@ -37,7 +37,6 @@ RENAMED: dict[str, tuple[str, ...]] = {
     "contexts": ("lengths",),
     "converted": ("adapted",),
     "data_dir": ("glue_dir",),
-    "dataset_config": ("dataset_config_name",),
     "epochs": ("num_train_epochs",),
     "eval_file": ("validation_file",),
     "features": ("families",),

@@ -53,7 +53,7 @@ def test_it_calibrates_and_comes_back_from_a_folder(make, backend, more, tmp_pat
 
 
 def test_what_it_is_not_able_to_do_is_refused():
-    with pytest.raises(ValueError, match="opposite features have no parameters to fit to data"):
+    with pytest.raises(ValueError, match="opposite features have no parameters to fit"):
         favor.calibrate(BERT.build("favor_opposite"), [tokens(True)], attn_implementation="favor_opposite")
     with pytest.raises(ValueError, match="refine_steps must be 0 for opposite features"):
         favor.calibrate(
