@@ -96,11 +96,7 @@ def parse_arguments(words: Sequence[str] | None) -> tuple[BackendArguments, Eval
 
 
 def speech_config(path: str) -> PreTrainedConfig:
-    """Reads the configuration of a saved speech model, a folder or a hub name.
-
-    Raises:
-        ValueError: if there is no saved ConformerForCTC, ConformerForTransducer or WhisperForCTC.
-    """
+    """Reads the configuration of a saved speech model, a folder or a hub name."""
     config: PreTrainedConfig = read_config(path)
     if saved_architecture(config) is None:
         kinds = " or a ".join(kind.__name__ for kinds in CLASSES.values() for kind in kinds.values())
@@ -109,16 +105,7 @@ def speech_config(path: str) -> PreTrainedConfig:
 
 
 def load(path: str, backend: BackendArguments, seed: int | None = None) -> tuple[Any, ConformerProcessor]:
-    """Loads a saved model with the backend that the arguments name, on the CPU, and its processor.
-
-    Args:
-        path: folder or hub name.
-        backend: backend and options; options that are not given are those of the saved model.
-        seed: draws the random features. Default None: the saved seed.
-
-    Raises:
-        ValueError: if there is no saved speech model, or for options without a FAVOR backend.
-    """
+    """Loads a saved model with the backend that the arguments name, on the CPU, and its processor."""
     config = speech_config(path)
     given = SpeechModelArguments(model_name_or_path=path, **asdict(backend))
     arguments = Arguments(given, SpeechDataArguments(), SpeechTrainArguments(output_dir=""))
@@ -255,11 +242,7 @@ def report_lines(content: dict[str, Any]) -> list[str]:
 
 @releases_locks
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the program; returns the exit code.
-
-    Raises:
-        ValueError: for arguments, a model or audio that cannot be used; the message says which and why.
-    """
+    """Runs the program; returns the exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
     backend, arguments = parse_arguments(words)
     folder, max_bad = Path(arguments.output_dir), SpeechDataArguments(max_bad=arguments.max_bad).limit

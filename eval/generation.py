@@ -91,12 +91,7 @@ def build(shape: Shape, longest: int, device: str) -> LlamaModel:
 
 
 class Way:
-    """One way to generate: a model with its attention, and a cache.
-
-    Args:
-        model: the decoder.
-        cache: an empty cache.
-    """
+    """One way to generate: a model with its attention, and a cache."""
 
     def __init__(self, model: LlamaModel, cache: Any) -> None:
         self.model, self.cache = model, cache

@@ -93,15 +93,7 @@ def problem(answer: dict[str, Any] | Failure) -> str | None:
 def run_cell(
     arguments: argparse.Namespace, setup: Setup, backend: Backend, minutes: float, recording: Recording
 ) -> Cell:
-    """Measures one cell; its "status" is "ok", "failed" or "skipped", the last two with a "reason".
-
-    Args:
-        arguments: of the program.
-        setup: of all cells.
-        backend: backend of the cell.
-        minutes: length of the recording.
-        recording: the audio.
-    """
+    """Measures one cell; its "status" is "ok", "failed" or "skipped", the last two with a "reason"."""
     cell: Cell = {"backend": backend.label, "minutes": minutes, "seconds": recording.seconds}
     cell |= {"repeated": recording.repeated}
     if backend.name in EXACT and minutes > arguments.max_exact_minutes:
@@ -117,14 +109,7 @@ def run_cell(
 
 
 def add_word_errors(cells: list[Cell], setup: Setup, backends: Sequence[Backend], recordings: Any) -> None:
-    """Adds "wer" of the long pass and "utterance_wer" of its utterances one by one, as fractions (less is better).
-
-    Args:
-        cells: entries of the results, to be added to.
-        setup: of all cells.
-        backends: all backends.
-        recordings: by minutes.
-    """
+    """Adds "wer" of the long pass and "utterance_wer" of its utterances one by one, as fractions (less is better)."""
     for backend in backends:
         own = [cell for cell in cells if cell["backend"] == backend.label and cell["status"] == "ok"]
         if not own:
@@ -168,15 +153,7 @@ def check_model(setup: Setup) -> None:
 def report_lines(
     cells: Sequence[Cell], check: dict[str, Any], setup: Setup, arguments: argparse.Namespace, load: Sequence[float]
 ) -> list[str]:
-    """Writes the Markdown report.
-
-    Args:
-        cells: all cells, in order.
-        check: from `long_form_cell.check`.
-        setup: the model.
-        arguments: of the program.
-        load: load average of the machine before and after.
-    """
+    """Writes the Markdown report."""
     audio = "noise"
     if arguments.data_dir is not None:
         audio = f"utterances of one speaker of {arguments.split}, one after another"

@@ -205,15 +205,7 @@ def report_lines(
     setup: Setup,
     load: Sequence[float],
 ) -> list[str]:
-    """Writes the Markdown report.
-
-    Args:
-        rows: of `measure`.
-        differences: by backend, of the logits.
-        latency: seconds of the model's latency.
-        setup: the model.
-        load: load average of the machine before and after.
-    """
+    """Writes the Markdown report."""
     names = list(differences)
     known = {(row["piece_ms"], row["minutes"], row["backend"]): row for row in rows}
     places = sorted({(row["piece_ms"], row["minutes"]) for row in rows})

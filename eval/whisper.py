@@ -80,12 +80,7 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
 
 @dataclass(frozen=True)
 class Piece:
-    """Consecutive utterances of one chapter.
-
-    Attributes:
-        utterances: the utterances, in order.
-        seconds: their total length.
-    """
+    """Consecutive utterances of one chapter."""
 
     utterances: tuple[Utterance, ...]
     seconds: float
@@ -101,11 +96,7 @@ class Piece:
 
 
 def load(folder: Path | None) -> tuple[Any, Any]:
-    """Loads model and processor of a folder, or those of the package.
-
-    Raises:
-        ValueError: if there is no such folder, it holds no Whisper, or the package is not installed.
-    """
+    """Loads model and processor of a folder, or those of the package."""
     folder = packaged_folder() if folder is None else folder
     if (folder / "model.bin").is_file():
         return convert(folder)
@@ -118,16 +109,7 @@ def load(folder: Path | None) -> tuple[Any, Any]:
 
 
 def cut(utterances: Sequence[Utterance], least: float, most: float, number: int) -> list[Piece]:
-    """Joins utterances into pieces of `least` to `most` seconds; takes the first pieces of each speaker.
-
-    Args:
-        utterances: of any speakers, in the order of their chapters.
-        least, most: seconds of a piece.
-        number: greatest number of pieces per speaker.
-
-    Raises:
-        ValueError: if there is no such piece.
-    """
+    """Joins utterances into pieces of `least` to `most` seconds; takes the first pieces of each speaker."""
     found: dict[str, list[Piece]] = {}
     waiting: list[Utterance] = []
     for utterance in utterances:

@@ -91,15 +91,7 @@ def context(command: str, packages: Sequence[str] = ("scikit-learn", "numpy")) -
 
 
 def write(folder: Path, name: str, lines: Sequence[str], content: Mapping[str, Any], checks: Sequence[Check]) -> None:
-    """Writes name.md and name.json with checks; name.md ends with machine, versions and command.
-
-    Args:
-        folder: of the files; it is made if needed.
-        name: name of the files, without ending.
-        lines: the Markdown report.
-        content: for JSON; needs the keys of `context`.
-        checks: go into both files.
-    """
+    """Writes name.md and name.json with checks; name.md ends with machine, versions and command."""
     versions = ", ".join(f"{package} {version}" for package, version in content["versions"].items())
     tail = ["", "## Checks", "", *(f"- {check.line()}" for check in checks)] if checks else []
     tail += ["", f"{content['machine']}; {versions}.", "", "```bash", content["command"], "```"]
@@ -107,15 +99,7 @@ def write(folder: Path, name: str, lines: Sequence[str], content: Mapping[str, A
 
 
 def write_files(folder: Path, name: str, lines: Sequence[str], content: Mapping[str, Any], indent: int = 1) -> None:
-    """Writes name.md and name.json; numbers that are not finite become words in name.json.
-
-    Args:
-        folder: of the files; it is made if needed.
-        name: name of the files, without ending.
-        lines: of the Markdown file.
-        content: of the JSON file.
-        indent: spaces per level in the JSON file.
-    """
+    """Writes name.md and name.json; numbers that are not finite become words in name.json."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / f"{name}.md").write_text("\n".join(lines) + "\n")
     finite = with_floats(content, lambda number: number if math.isfinite(number) else str(number))

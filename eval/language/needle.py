@@ -121,12 +121,7 @@ def documents(haystack: Haystack, arguments: argparse.Namespace) -> Iterator[tup
 def measure(
     model: Any, haystack: Haystack, arguments: argparse.Namespace, called: str
 ) -> tuple[dict[Key, Cell], dict[tuple[str, int], list[float]]]:
-    """Measures all documents; what is in the records is not measured again.
-
-    Returns:
-        The means of each task, variant and length, and for each variant and length the mean seconds of reading a
-        document and of all its answers.
-    """
+    """Measures all documents; what is in the records is not measured again."""
     answers: dict[Key, list[dict[str, Any]]] = {}
     seconds: dict[tuple[str, int], list[list[float]]] = {}
     for length, case, document in documents(haystack, arguments):

@@ -52,12 +52,7 @@ Results = Mapping[tuple[str, int, str], np.ndarray]
 
 @torch.no_grad()
 def token_nats(model: Any, ids: Tensor) -> Tensor:
-    """Computes the nats of each token except the first, given earlier tokens, `[L - 1]` in float64.
-
-    Args:
-        model: a causal language model.
-        ids: `[1, L]`.
-    """
+    """Computes the nats of each token except the first, given earlier tokens, `[L - 1]` in float64."""
     states: list[Tensor] = []
     head = model.get_output_embeddings()
 

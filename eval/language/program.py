@@ -84,11 +84,7 @@ def variants(texts: Sequence[str]) -> list[Variant]:
 
 
 class Records:
-    """Results in lines of JSON, written one by one, so that a stopped run continues where it was.
-
-    Args:
-        path: the file that grows; it need not exist.
-    """
+    """Results in lines of JSON, written one by one, so that a stopped run continues where it was."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

@@ -113,16 +113,7 @@ class Method:
 
 
 def select(groups: Sequence[str], families: Sequence[str], device: str) -> list[Method]:
-    """Lists the methods of some of `GROUPS`, one per family and SDPA backend, even if they cannot run on this machine.
-
-    Args:
-        groups: names of groups.
-        families: families of `favor_attention`, with options as in `favor_method`.
-        device: "cpu" or "cuda".
-
-    Raises:
-        ValueError: for an unknown family.
-    """
+    """Lists the methods of some `GROUPS`, one per family and SDPA backend, even if they cannot run here."""
     backends = SDPA if device == "cuda" else ("flash", "math")
     names = {"favor": families, "sdpa": backends, "eager": [""], "performer": [""]}
     found = [f"{group}:{name}".rstrip(":") for group in GROUPS if group in groups for name in names[group]]
@@ -148,9 +139,6 @@ def favor_method(name: str) -> Method:
 
     The name wderf@128 means wderf with exact blocks of 128 tokens, landmark+256 means landmarks with 256 selected keys,
     and landmark alone those with as many as is the default.
-
-    Raises:
-        ValueError: for another name.
     """
     first, at, window = name.partition("@")
     first, plus, keys = first.partition("+")

@@ -55,11 +55,6 @@ class Sample:
 
         Half of the rows grow by powers from row 0 on, where an error in causality is largest; the others are spread
         over the length.
-
-        Args:
-            query, key, value: `[B, H, L, d]`.
-            causal: row i sees keys 0 ... i.
-            seed: draws head and rows.
         """
         generator = torch.Generator().manual_seed(seed)
         batch, heads, length = query.shape[:3]
@@ -139,10 +134,6 @@ def performer(sample: Sample, projection: Tensor) -> Tensor:
 
     A feature is M^-1/2 (exp(p.x - |x|^2/2 - top) + 1e-4), with x = d^-1/4 times the token and `top` the largest p.x of
     the row for queries, of the whole head for keys. Its causal form adds 1e-6 to each sum of key features.
-
-    Args:
-        sample: the rows.
-        projection: rows p, `[M, d]`.
     """
     projection, root = projection.double(), sample.query.shape[-1] ** -0.25
     x, y = sample.query * root, sample.key * root
@@ -168,12 +159,7 @@ def _by_blocks(weights: Callable[[Tensor], Tensor], keys: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Check:
-    """Outcome of a check.
-
-    Attributes:
-        errors: relative errors by name: "output", and with a backward pass "query", "key", "value".
-        tolerance: the largest error allowed; twice as much for gradients.
-    """
+    """Outcome of a check."""
 
     errors: dict[str, float]
     tolerance: float
