@@ -14,7 +14,6 @@ every utterance. The program runs in one process, on a GPU if there is one.
 from __future__ import annotations
 
 import json
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
@@ -243,8 +242,7 @@ def report_lines(content: dict[str, Any]) -> list[str]:
 @releases_locks
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the program; returns the exit code."""
-    words = list(sys.argv[1:] if argv is None else argv)
-    backend, arguments = parse_arguments(words)
+    backend, arguments = parse_arguments(argv)
     folder, max_bad = Path(arguments.output_dir), SpeechDataArguments(max_bad=arguments.max_bad).limit
     if arguments.data_dir is not None and folder.resolve() == Path(arguments.data_dir).resolve():
         raise ValueError(f"output_dir must not be data_dir, whose manifests have the names of results, got {folder}")
@@ -274,8 +272,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         result, rows = evaluate_split(model, processor, utterances, arguments, scorer, lexicon)
         content["splits"][split] = {**result, "skipped": skipped.reasons}
         (folder / f"{split}.jsonl").write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
-    command = report.shown_command("favor.eval.asr", report.local_names(words), ["--data_dir"], ["--output_dir"])
-    content |= report.context(command, ("transformers", "jiwer"))
+    content |= report.context_of("favor.eval.asr", argv, ("transformers", "jiwer"), ["--data_dir"])
     report.write(folder, "asr", report_lines(content), content, ())
     print("\n".join(report_lines(content)))
     return 0

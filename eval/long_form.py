@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -41,7 +40,7 @@ MEMORY_SHARE = 0.25
 Cell = dict[str, Any]
 
 
-def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
+def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     """Parses the arguments; ends the program for bad ones."""
     parser = Parser("favor.eval.long_form", __doc__)
     add = parser.add_argument
@@ -282,8 +281,7 @@ def plot(cells: Sequence[Cell], path: Path) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the program; returns the exit code, 1 if a check does not hold."""
-    words = sys.argv[1:] if argv is None else list(argv)
-    arguments = parse_arguments(words)
+    arguments = parse_arguments(argv)
     setup = Setup.of(arguments)
     torch.set_num_threads(setup.threads)
     check_model(setup)
@@ -306,20 +304,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     if setup.model_name_or_path is not None and arguments.data_dir is not None:
         add_word_errors(cells, setup, arguments.backends, recordings)
     load.append(os.getloadavg()[0])
-    command = report.shown_command("favor.eval.long_form", words, ["--data_dir", *setup.folders], ["--output_dir"])
+    folders = ["--data_dir", *setup.folders]
     content = {
-        **report.context(command, ("transformers", "numpy")),
+        **report.context_of("favor.eval.long_form", argv, ("transformers", "numpy"), folders),
         **setup.facts(),
         "load": load,
         "check": answer,
         "cells": [{key: value for key, value in cell.items() if key != "text"} for cell in cells],
     }
     lines = report_lines(cells, answer, setup, arguments, load)
-    found = checks(cells, arguments.max_gigabytes)
-    report.write(arguments.output_dir, arguments.name, lines, content, found)
+    code = report.finish(arguments, lines, content, checks(cells, arguments.max_gigabytes))
     plot(cells, arguments.output_dir / f"{arguments.name}.png")
-    print("\n".join(["", *lines, "", *(each.line() for each in found)]))
-    return int(not all(each.holds for each in found))
+    return code
 
 
 cli = program("favor.eval.long_form", main)

@@ -13,7 +13,6 @@ import argparse
 import copy
 import os
 import statistics
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -41,7 +40,7 @@ ADVANCE_SECONDS = 5.12  # of a piece between the measurements, where nothing is 
 GROWTH = 1.5
 
 
-def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
+def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     """Parses the arguments; ends the program for bad ones."""
     parser = Parser("favor.eval.streaming", __doc__)
     add = parser.add_argument
@@ -248,8 +247,7 @@ def report_lines(
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the program; returns the exit code, 1 if a check does not hold."""
-    words = sys.argv[1:] if argv is None else list(argv)
-    arguments = parse_arguments(words)
+    arguments = parse_arguments(argv)
     setup = Setup.of(arguments, causal=True)
     torch.set_num_threads(setup.threads)
     load = [os.getloadavg()[0]]
@@ -266,13 +264,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     rows = measure(models, extractor, arguments)
     load.append(os.getloadavg()[0])
     latency = next(iter(models.values())).stream(extractor).latency
-    command = report.shown_command("favor.eval.streaming", words, setup.folders, ["--output_dir"])
-    content = {**report.context(command, ("transformers", "numpy")), **setup.facts(), "load": load}
-    content |= {"latency_seconds": latency, "differences": differences, "rows": rows}
-    found, lines = checks(rows), report_lines(rows, differences, latency, setup, load)
-    report.write(arguments.output_dir, arguments.name, lines, content, found)
-    print("\n".join(["", *lines, "", *(each.line() for each in found)]))
-    return int(not all(each.holds for each in found))
+    content = report.context_of("favor.eval.streaming", argv, ("transformers", "numpy"), setup.folders)
+    content |= {**setup.facts(), "load": load, "latency_seconds": latency, "differences": differences, "rows": rows}
+    return report.finish(arguments, report_lines(rows, differences, latency, setup, load), content, checks(rows))
 
 
 cli = program("favor.eval.streaming", main)

@@ -27,7 +27,6 @@ from __future__ import annotations
 
 import argparse
 import copy
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -205,9 +204,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     sts = None
     if isinstance(source, TextSamples) and arguments.glue_dir and whole.measure_of(source.model) == "cosine":
         sts = similarity(source.model, others, found, source.tokenizer, arguments)
-    words = common.local_names(argv or sys.argv[1:])
-    command = common.shown_command("favor.eval.approximation", words, [], ["--output_dir"])
-    context = common.context(command, ("transformers",))
+    context = common.context_of("favor.eval.approximation", argv, ("transformers",))
     facts = {
         **source.facts(measured),
         "queries": f"errors on at most {arguments.query_samples} queries of each sample, spread over it",

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
 import shlex
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata
@@ -88,6 +90,23 @@ def context(command: str, packages: Sequence[str] = ("scikit-learn", "numpy")) -
         "machine": f"{launch.machine()}, {torch.get_num_threads()} threads",
         "versions": versions | {name: metadata.version(name) for name in packages},
     }
+
+
+def context_of(
+    program: str, argv: Sequence[str] | None, packages: Sequence[str], folders: Sequence[str] = ()
+) -> dict[str, Any]:
+    """Gives command, machine and versions of a program: data `folders` as `DATA`, paths of this machine by name."""
+    words = local_names(sys.argv[1:] if argv is None else argv)
+    return context(shown_command(program, words, folders, ["--output_dir"]), packages)
+
+
+def finish(
+    arguments: argparse.Namespace, lines: Sequence[str], content: Mapping[str, Any], checks: Sequence[Check] = ()
+) -> int:
+    """Writes and prints a report with its checks; gives the exit code, 1 if a check does not hold."""
+    write(arguments.output_dir, arguments.name, lines, content, checks)
+    print("\n".join(["", *lines, *([""] if checks else []), *(check.line() for check in checks)]), flush=True)
+    return int(not all(check.holds for check in checks))
 
 
 def write(folder: Path, name: str, lines: Sequence[str], content: Mapping[str, Any], checks: Sequence[Check]) -> None:

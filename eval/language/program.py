@@ -120,7 +120,7 @@ def options(parser: Parser, name: str) -> None:
     add_results(parser, name)
 
 
-def prepare(parser: Parser, words: Sequence[str]) -> argparse.Namespace:
+def prepare(parser: Parser, words: Sequence[str] | None) -> argparse.Namespace:
     """Parses a command line; sorts `lengths`, makes `variants` of `backends`, opens the records of `NAME.jsonl`."""
     arguments = parser.parse_args(words)
     arguments.lengths = sorted(set(arguments.lengths))
@@ -133,8 +133,8 @@ def prepare(parser: Parser, words: Sequence[str]) -> argparse.Namespace:
     return arguments
 
 
-def context(program: str, words: Sequence[str], arguments: argparse.Namespace) -> dict[str, Any]:
+def context(program: str, argv: Sequence[str] | None, arguments: argparse.Namespace) -> dict[str, Any]:
     """Gives command, machine, versions, model and variants."""
-    command = report.shown_command(program, report.local_names(words), [], ["--output_dir"])
     facts = {"model": Path(arguments.model).resolve().name, "seed": arguments.seed}
-    return {**report.context(command, ("transformers",)), **facts, "variants": [v.label for v in arguments.variants]}
+    found = report.context_of(program, argv, ("transformers",))
+    return {**found, **facts, "variants": [v.label for v in arguments.variants]}
