@@ -83,16 +83,6 @@ def pass_seconds(
     """Times forward passes of one sample, the settings in turns, so that a noisy machine delays all of them equally.
 
     Each setting must have run at this length before, so that no pass does work that is done only once.
-
-    Args:
-        model: with exact attention; it has exact attention afterwards too.
-        ids: one sample `[1, L]`.
-        found: the variants to time.
-        seed: draws the random directions.
-        budget: seconds per variant; at least three and at most five passes are timed.
-
-    Returns:
-        The median by variant; None is exact attention.
     """
     device, one_pass = model.device.type, partial(model, **whole.text_inputs(model, ids))
     expected = seconds(one_pass, device)

@@ -106,16 +106,7 @@ def branch(stream: ConformerStream) -> ConformerStream:
 def measure(
     models: Mapping[str, Any], extractor: ConformerFeatureExtractor, arguments: argparse.Namespace
 ) -> list[dict[str, Any]]:
-    """Measures the times of pieces of every length after `arguments.minutes` of audio.
-
-    Args:
-        models: by backend.
-        extractor: their feature extractor.
-        arguments: of the program.
-
-    Returns:
-        A row of `measure_pieces` per length, minutes and backend, with "minutes" and "seconds" of the audio before.
-    """
+    """Measures the times of pieces of every length after `arguments.minutes` of audio."""
     starts = [max(60 * minutes, START_SECONDS) for minutes in arguments.minutes]
     longest = max(arguments.pieces_ms) / 1000
     audio = noise(starts[-1] + REPEATS * longest)

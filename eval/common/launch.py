@@ -28,11 +28,6 @@ class Backend:
 
     It is written `name`, optionally with `:features` and `:number`: `sdpa`, `favor#:saderf`, `favor+:64`,
     `favor#:landmark:64`. A model that was adapted to its attention is a folder of `favor.train.distill`.
-
-    Attributes:
-        name, features, num_features: of the attention.
-        window, exact_heads: of an adapted model.
-        folder: of an adapted model, None for others.
     """
 
     name: str

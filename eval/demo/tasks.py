@@ -200,17 +200,7 @@ def train(model: Path, data_dir: Path, folder: Path, steps: int, seed: int) -> d
 
 
 def switch(trained: Path, results: dict[str, Any], backend: str, seed: int) -> Switched:
-    """Loads a trained model with another attention, saves it, loads it again and evaluates it.
-
-    Args:
-        trained: folder of the model.
-        results: of its training.
-        backend: value of `attn_implementation`.
-        seed: draws the random features.
-
-    Raises:
-        RuntimeError: if the saved model does not come back with the attention it was saved with.
-    """
+    """Loads a trained model with another attention, saves it, loads it again and evaluates it."""
     model = AutoModelForSequenceClassification.from_pretrained(trained, attn_implementation=backend)
     # The texts are short: without exact_below=0, layers would keep exact attention, because it is faster.
     favor.configure(model, **options(backend), exact_below=0, seed=seed)

@@ -122,9 +122,6 @@ def settings_of(arguments: argparse.Namespace) -> list[tuple[str, str, dict[str,
     """Lists the backends to compare: name of the row, backend, and the options that are not those of the model.
 
     A backend that the model was saved with keeps its saved options, others begin with the defaults.
-
-    Raises:
-        ValueError: for a backend or an option that does not exist.
     """
     config = read_config(arguments.model_name_or_path)
     known = getattr(config, "favor", None) or {}
@@ -200,9 +197,6 @@ def forward(model: Any, samples: Samples, encoded: Any, groups: list[list[int]])
     """Computes the logits `[samples, labels]` of a split, in its order, and gives the seconds that this takes.
 
     The samples of each group share a batch.
-
-    Raises:
-        FloatingPointError: if a logit is not finite.
     """
     plain = encoded.remove_columns("label")
     collate: Any = DataCollatorWithPadding(samples.tokenizer)

@@ -44,15 +44,7 @@ class Variant:
 
     @classmethod
     def parse(cls, text: str) -> Variant:
-        """Reads exact, sdpa or `BACKEND[:FEATURES][:KEY=VALUE,...]`, such as `landmark:selected_keys=512`.
-
-        Args:
-            text: the variant. The key `cache` names its cache; else it is "dynamic" for exact attention, "state" for
-                others.
-
-        Raises:
-            ValueError: for an unknown backend, option or cache. TypeError: for an option of a wrong type.
-        """
+        """Reads exact, sdpa or `BACKEND[:FEATURES][:KEY=VALUE,...]`, such as `landmark:selected_keys=512`."""
         if text in (EXACT, SDPA):
             return cls(text, text, FavorConfig.from_dict({"exact_below": ALWAYS}).to_dict(), "dynamic")
         backend, features, options = parse(text)

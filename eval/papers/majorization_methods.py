@@ -143,16 +143,7 @@ class Stepper:
 
 
 class Stochastic(Stepper):
-    """Steps of an optimizer on mini-batches, of which the last of an epoch may be smaller.
-
-    Args:
-        problem: the problem to minimise.
-        head: the parameters.
-        optimizer: optimizer of `head`.
-        options: "batch", and "tau" or "decay" as `step_factor` reads them.
-        seed: draws the order of rows.
-        averaged: whether iterates are averaged from the second epoch on.
-    """
+    """Steps of an optimizer on mini-batches, of which the last of an epoch may be smaller."""
 
     full_batch = False
 

@@ -110,15 +110,6 @@ def language_scores(
 
     Each text follows the first token of the tokenizer (its beginning of texts, else their end) and the texts before
     it, one a line. Texts in capitals alone become small letters.
-
-    Args:
-        model: a causal language model of transformers.
-        tokenizer: that of the model.
-        texts: of each utterance, with the scores of the search, which are not used.
-        before: what was said before each utterance. Default None: nothing, each text stands alone.
-
-    Raises:
-        ValueError: if the tokenizer has no token for the beginning or the end of a text.
     """
     start = tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
     if start is None:

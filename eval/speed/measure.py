@@ -130,11 +130,6 @@ def predict(history: Mapping[int, float], length: int, exponent: int) -> float |
 
     The time grows as it did between the last two lengths, at least linearly and at most with power 2.5. If there is
     only one shorter length, it grows with power `exponent`.
-
-    Args:
-        history: seconds by length.
-        length: the length.
-        exponent: power of the length.
     """
     known = sorted(done for done in history if done < length)
     if not known:

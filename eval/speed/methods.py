@@ -242,12 +242,7 @@ def peak_of(name: str, cell: Cell) -> int:
 
 @dataclass(frozen=True)
 class Model:
-    """A whole model up to its last hidden state: a head over a vocabulary would take more time than the attention.
-
-    Attributes:
-        module: a transformers model in evaluation mode, without dropout.
-        num_features, seed: options of the FAVOR backends.
-    """
+    """A whole model up to its last hidden state: a head over a vocabulary would take more time than the attention."""
 
     module: Any
     num_features: int
@@ -296,11 +291,6 @@ class Model:
 
         Wrong are: another backend, a result of FAVOR that equals that of SDPA, and numbers that are not finite. The
         cells of attention, not this function, check results against float64.
-
-        Args:
-            backend: the backend to run.
-            tokens: `[B, L]`.
-            slope: gradient of the last hidden state; None for no backward pass.
         """
         self.use(backend)
         implementation = self.module.config._attn_implementation

@@ -191,14 +191,6 @@ def compare(
 
     The error of the output is that of the worst row, |found - expected| / |expected|. The error of a gradient is that
     of the worst sixteenth of the length. Every gradient outside of the sampled head must be zero.
-
-    Args:
-        attend: the function to check, `(query, key, value) -> [B, H, L, dv]`.
-        formula: gives the right output.
-        query, key, value: the inputs; gradients are compared if they require them.
-        causal: direction of the cell.
-        tolerance: largest relative error of the output; gradients may have twice that.
-        seed: draws the rows and the output gradient.
     """
     sample = Sample.draw(query, key, value, causal=causal, seed=seed)
     place = (sample.batch, sample.head)
