@@ -14,7 +14,6 @@ every utterance. The program runs in one process, on a GPU if there is one.
 from __future__ import annotations
 
 import json
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
@@ -96,11 +95,7 @@ def parse_arguments(words: Sequence[str] | None) -> tuple[BackendArguments, Eval
 
 
 def speech_config(path: str) -> PreTrainedConfig:
-    """Reads the configuration of a saved speech model, a folder or a hub name.
-
-    Raises:
-        ValueError: if there is no saved ConformerForCTC, ConformerForTransducer or WhisperForCTC.
-    """
+    """Reads the configuration of a saved speech model, a folder or a hub name."""
     config: PreTrainedConfig = read_config(path)
     if saved_architecture(config) is None:
         kinds = " or a ".join(kind.__name__ for kinds in CLASSES.values() for kind in kinds.values())
@@ -109,16 +104,7 @@ def speech_config(path: str) -> PreTrainedConfig:
 
 
 def load(path: str, backend: BackendArguments, seed: int | None = None) -> tuple[Any, ConformerProcessor]:
-    """Loads a saved model with the backend that the arguments name, on the CPU, and its processor.
-
-    Args:
-        path: folder or hub name.
-        backend: backend and options; options that are not given are those of the saved model.
-        seed: draws the random features. Default None: the saved seed.
-
-    Raises:
-        ValueError: if there is no saved speech model, or for options without a FAVOR backend.
-    """
+    """Loads a saved model with the backend that the arguments name, on the CPU, and its processor."""
     config = speech_config(path)
     given = SpeechModelArguments(model_name_or_path=path, **asdict(backend))
     arguments = Arguments(given, SpeechDataArguments(), SpeechTrainArguments(output_dir=""))
@@ -255,13 +241,8 @@ def report_lines(content: dict[str, Any]) -> list[str]:
 
 @releases_locks
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the program; returns the exit code.
-
-    Raises:
-        ValueError: for arguments, a model or audio that cannot be used; the message says which and why.
-    """
-    words = list(sys.argv[1:] if argv is None else argv)
-    backend, arguments = parse_arguments(words)
+    """Runs the program; returns the exit code."""
+    backend, arguments = parse_arguments(argv)
     folder, max_bad = Path(arguments.output_dir), SpeechDataArguments(max_bad=arguments.max_bad).limit
     if arguments.data_dir is not None and folder.resolve() == Path(arguments.data_dir).resolve():
         raise ValueError(f"output_dir must not be data_dir, whose manifests have the names of results, got {folder}")
@@ -291,8 +272,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         result, rows = evaluate_split(model, processor, utterances, arguments, scorer, lexicon)
         content["splits"][split] = {**result, "skipped": skipped.reasons}
         (folder / f"{split}.jsonl").write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
-    command = report.shown_command("favor.eval.asr", report.local_names(words), ["--data_dir"], ["--output_dir"])
-    content |= report.context(command, ("transformers", "jiwer"))
+    content |= report.context_of("favor.eval.asr", argv, ("transformers", "jiwer"), ["--data_dir"])
     report.write(folder, "asr", report_lines(content), content, ())
     print("\n".join(report_lines(content)))
     return 0

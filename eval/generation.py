@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -54,7 +53,7 @@ VOCABULARY = 1000
 BACKENDS = {"favor+": ("num_features", "window"), "landmark": ("selected_keys",)}
 
 
-def parse_arguments(words: Sequence[str]) -> argparse.Namespace:
+def parse_arguments(words: Sequence[str] | None) -> argparse.Namespace:
     """Parses the arguments; ends the program for bad ones."""
     parser = Parser("favor.eval.generation", __doc__)
     add = parser.add_argument
@@ -91,12 +90,7 @@ def build(shape: Shape, longest: int, device: str) -> LlamaModel:
 
 
 class Way:
-    """One way to generate: a model with its attention, and a cache.
-
-    Args:
-        model: the decoder.
-        cache: an empty cache.
-    """
+    """One way to generate: a model with its attention, and a cache."""
 
     def __init__(self, model: LlamaModel, cache: Any) -> None:
         self.model, self.cache = model, cache
@@ -164,8 +158,7 @@ def shown(cells: dict[str, Any]) -> list[str]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the program; returns the exit code, 1 if a result with the cache differs from a full pass."""
-    words = sys.argv[1:] if argv is None else list(argv)
-    given = parse_arguments(words)
+    given = parse_arguments(argv)
     rows: list[dict[str, Any]] = []
     for name in given.shapes:
         for backend in given.backends:
@@ -191,8 +184,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "",
         *report.table(header, [shown(row) for row in rows]),
     ]
-    command = report.shown_command("favor.eval.generation", words, [], ["--output_dir"])
-    content = {**report.context(command, ("transformers",)), "seed": SEED, "rows": rows}
+    content = {**report.context_of("favor.eval.generation", argv, ("transformers",)), "seed": SEED, "rows": rows}
     report.write(given.output_dir, given.name, lines, content, [])
     return 0
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -41,7 +40,7 @@ MEMORY_SHARE = 0.25
 Cell = dict[str, Any]
 
 
-def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
+def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     """Parses the arguments; ends the program for bad ones."""
     parser = Parser("favor.eval.long_form", __doc__)
     add = parser.add_argument
@@ -93,15 +92,7 @@ def problem(answer: dict[str, Any] | Failure) -> str | None:
 def run_cell(
     arguments: argparse.Namespace, setup: Setup, backend: Backend, minutes: float, recording: Recording
 ) -> Cell:
-    """Measures one cell; its "status" is "ok", "failed" or "skipped", the last two with a "reason".
-
-    Args:
-        arguments: of the program.
-        setup: of all cells.
-        backend: backend of the cell.
-        minutes: length of the recording.
-        recording: the audio.
-    """
+    """Measures one cell; its "status" is "ok", "failed" or "skipped", the last two with a "reason"."""
     cell: Cell = {"backend": backend.label, "minutes": minutes, "seconds": recording.seconds}
     cell |= {"repeated": recording.repeated}
     if backend.name in EXACT and minutes > arguments.max_exact_minutes:
@@ -117,14 +108,7 @@ def run_cell(
 
 
 def add_word_errors(cells: list[Cell], setup: Setup, backends: Sequence[Backend], recordings: Any) -> None:
-    """Adds "wer" of the long pass and "utterance_wer" of its utterances one by one, as fractions (less is better).
-
-    Args:
-        cells: entries of the results, to be added to.
-        setup: of all cells.
-        backends: all backends.
-        recordings: by minutes.
-    """
+    """Adds "wer" of the long pass and "utterance_wer" of its utterances one by one, as fractions (less is better)."""
     for backend in backends:
         own = [cell for cell in cells if cell["backend"] == backend.label and cell["status"] == "ok"]
         if not own:
@@ -168,15 +152,7 @@ def check_model(setup: Setup) -> None:
 def report_lines(
     cells: Sequence[Cell], check: dict[str, Any], setup: Setup, arguments: argparse.Namespace, load: Sequence[float]
 ) -> list[str]:
-    """Writes the Markdown report.
-
-    Args:
-        cells: all cells, in order.
-        check: from `long_form_cell.check`.
-        setup: the model.
-        arguments: of the program.
-        load: load average of the machine before and after.
-    """
+    """Writes the Markdown report."""
     audio = "noise"
     if arguments.data_dir is not None:
         audio = f"utterances of one speaker of {arguments.split}, one after another"
@@ -305,8 +281,7 @@ def plot(cells: Sequence[Cell], path: Path) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the program; returns the exit code, 1 if a check does not hold."""
-    words = sys.argv[1:] if argv is None else list(argv)
-    arguments = parse_arguments(words)
+    arguments = parse_arguments(argv)
     setup = Setup.of(arguments)
     torch.set_num_threads(setup.threads)
     check_model(setup)
@@ -329,20 +304,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     if setup.model_name_or_path is not None and arguments.data_dir is not None:
         add_word_errors(cells, setup, arguments.backends, recordings)
     load.append(os.getloadavg()[0])
-    command = report.shown_command("favor.eval.long_form", words, ["--data_dir", *setup.folders], ["--output_dir"])
+    folders = ["--data_dir", *setup.folders]
     content = {
-        **report.context(command, ("transformers", "numpy")),
+        **report.context_of("favor.eval.long_form", argv, ("transformers", "numpy"), folders),
         **setup.facts(),
         "load": load,
         "check": answer,
         "cells": [{key: value for key, value in cell.items() if key != "text"} for cell in cells],
     }
     lines = report_lines(cells, answer, setup, arguments, load)
-    found = checks(cells, arguments.max_gigabytes)
-    report.write(arguments.output_dir, arguments.name, lines, content, found)
+    code = report.finish(arguments, lines, content, checks(cells, arguments.max_gigabytes))
     plot(cells, arguments.output_dir / f"{arguments.name}.png")
-    print("\n".join(["", *lines, "", *(each.line() for each in found)]))
-    return int(not all(each.holds for each in found))
+    return code
 
 
 cli = program("favor.eval.long_form", main)

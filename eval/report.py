@@ -83,16 +83,6 @@ def pass_seconds(
     """Times forward passes of one sample, the settings in turns, so that a noisy machine delays all of them equally.
 
     Each setting must have run at this length before, so that no pass does work that is done only once.
-
-    Args:
-        model: with exact attention; it has exact attention afterwards too.
-        ids: one sample `[1, L]`.
-        found: the variants to time.
-        seed: draws the random directions.
-        budget: seconds per variant; at least three and at most five passes are timed.
-
-    Returns:
-        The median by variant; None is exact attention.
     """
     device, one_pass = model.device.type, partial(model, **whole.text_inputs(model, ids))
     expected = seconds(one_pass, device)
@@ -113,29 +103,14 @@ def pass_seconds(
 
 @dataclass(frozen=True)
 class Part:
-    """Holds the measurements at one length.
-
-    Attributes:
-        measured: errors of the heads and scores of the whole model.
-        seconds: seconds of a forward pass by variant; None is exact attention.
-    """
+    """Holds the measurements at one length."""
 
     measured: Measured
     seconds: Mapping[Variant | None, float]
 
 
 def content(parts: Sequence[Part], measure: str, layers: Sequence[str], max_error: float) -> dict[str, Any]:
-    """Gives the data that the page shows.
-
-    Args:
-        parts: results of each length, ascending.
-        measure: name of the score of the whole model, from `favor.eval.approximation.model.measure_of`.
-        layers: names of the attention layers that were measured.
-        max_error: greatest mean error of a setting that is recommended.
-
-    Returns:
-        Data for JSON; `settings` has one entry per variant and length, `lengths` one per length.
-    """
+    """Gives the data that the page shows."""
     settings: list[dict[str, Any]] = []
     lengths: list[dict[str, Any]] = []
     for part in parts:
@@ -189,15 +164,7 @@ def fastest(settings: Sequence[dict[str, Any]], max_error: float) -> dict[str, A
 
 
 def verdict(length: int, settings: Sequence[dict[str, Any]], exact: float, max_error: float, measure: str) -> str:
-    """Says in one or two sentences whether to use linear attention at a length.
-
-    Args:
-        length: tokens.
-        settings: those of this length.
-        exact: seconds of exact attention.
-        max_error: greatest mean error of a setting that is recommended.
-        measure: name of the score of the whole model.
-    """
+    """Says in one or two sentences whether to use linear attention at a length."""
     best, start = fastest(settings, max_error), f"At {length:,} tokens"
     if best is None:
         return f"{start} keep exact attention: no setting has a mean error of {max_error:g} or less."
@@ -224,11 +191,7 @@ def title(setting: Mapping[str, Any]) -> str:
 
 
 def render(data: Mapping[str, Any]) -> str:
-    """Gives the page as text.
-
-    Args:
-        data: from `content`, with `model`, a text, and `facts`, texts by name.
-    """
+    """Gives the page as text."""
     converted = with_floats(data, lambda number: round(number, 6) if math.isfinite(number) else None)
     verdicts = [html.escape(each["verdict"]) for each in reversed(data["lengths"])]
     filled = {
@@ -262,14 +225,7 @@ def layer_names(model: PreTrainedModel, measured: Measured) -> list[str]:
 
 
 def facts(model: PreTrainedModel, parts: Sequence[Part], layers: int, arguments: argparse.Namespace) -> dict[str, str]:
-    """Describes the measurements in words, by name.
-
-    Args:
-        model: the model.
-        parts: results of each length.
-        layers: number of layers that were measured.
-        arguments: of the program.
-    """
+    """Describes the measurements in words, by name."""
     found = context("", ("transformers",))
     longest = parts[-1].measured.length
     total = len(favor.describe(model, longest).layers)

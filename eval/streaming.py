@@ -13,7 +13,6 @@ import argparse
 import copy
 import os
 import statistics
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -41,7 +40,7 @@ ADVANCE_SECONDS = 5.12  # of a piece between the measurements, where nothing is 
 GROWTH = 1.5
 
 
-def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
+def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     """Parses the arguments; ends the program for bad ones."""
     parser = Parser("favor.eval.streaming", __doc__)
     add = parser.add_argument
@@ -107,16 +106,7 @@ def branch(stream: ConformerStream) -> ConformerStream:
 def measure(
     models: Mapping[str, Any], extractor: ConformerFeatureExtractor, arguments: argparse.Namespace
 ) -> list[dict[str, Any]]:
-    """Measures the times of pieces of every length after `arguments.minutes` of audio.
-
-    Args:
-        models: by backend.
-        extractor: their feature extractor.
-        arguments: of the program.
-
-    Returns:
-        A row of `measure_pieces` per length, minutes and backend, with "minutes" and "seconds" of the audio before.
-    """
+    """Measures the times of pieces of every length after `arguments.minutes` of audio."""
     starts = [max(60 * minutes, START_SECONDS) for minutes in arguments.minutes]
     longest = max(arguments.pieces_ms) / 1000
     audio = noise(starts[-1] + REPEATS * longest)
@@ -205,15 +195,7 @@ def report_lines(
     setup: Setup,
     load: Sequence[float],
 ) -> list[str]:
-    """Writes the Markdown report.
-
-    Args:
-        rows: of `measure`.
-        differences: by backend, of the logits.
-        latency: seconds of the model's latency.
-        setup: the model.
-        load: load average of the machine before and after.
-    """
+    """Writes the Markdown report."""
     names = list(differences)
     known = {(row["piece_ms"], row["minutes"], row["backend"]): row for row in rows}
     places = sorted({(row["piece_ms"], row["minutes"]) for row in rows})
@@ -256,8 +238,7 @@ def report_lines(
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the program; returns the exit code, 1 if a check does not hold."""
-    words = sys.argv[1:] if argv is None else list(argv)
-    arguments = parse_arguments(words)
+    arguments = parse_arguments(argv)
     setup = Setup.of(arguments, causal=True)
     torch.set_num_threads(setup.threads)
     load = [os.getloadavg()[0]]
@@ -274,13 +255,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     rows = measure(models, extractor, arguments)
     load.append(os.getloadavg()[0])
     latency = next(iter(models.values())).stream(extractor).latency
-    command = report.shown_command("favor.eval.streaming", words, setup.folders, ["--output_dir"])
-    content = {**report.context(command, ("transformers", "numpy")), **setup.facts(), "load": load}
-    content |= {"latency_seconds": latency, "differences": differences, "rows": rows}
-    found, lines = checks(rows), report_lines(rows, differences, latency, setup, load)
-    report.write(arguments.output_dir, arguments.name, lines, content, found)
-    print("\n".join(["", *lines, "", *(each.line() for each in found)]))
-    return int(not all(each.holds for each in found))
+    content = report.context_of("favor.eval.streaming", argv, ("transformers", "numpy"), setup.folders)
+    content |= {**setup.facts(), "load": load, "latency_seconds": latency, "differences": differences, "rows": rows}
+    return report.finish(arguments, report_lines(rows, differences, latency, setup, load), content, checks(rows))
 
 
 cli = program("favor.eval.streaming", main)

@@ -15,7 +15,6 @@ as Figure 4 of the FAVOR# paper does for a Conformer.
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,7 +44,7 @@ MAX_NEW_TOKENS = 224  # as in OpenAI's program
 HEAD_PIECES = 4  # on which the errors of the heads are measured
 
 
-def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
+def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     """Parses the arguments; ends the program for bad ones."""
     parser = Parser("favor.eval.whisper", __doc__)
     add = parser.add_argument
@@ -80,12 +79,7 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
 
 @dataclass(frozen=True)
 class Piece:
-    """Consecutive utterances of one chapter.
-
-    Attributes:
-        utterances: the utterances, in order.
-        seconds: their total length.
-    """
+    """Consecutive utterances of one chapter."""
 
     utterances: tuple[Utterance, ...]
     seconds: float
@@ -101,11 +95,7 @@ class Piece:
 
 
 def load(folder: Path | None) -> tuple[Any, Any]:
-    """Loads model and processor of a folder, or those of the package.
-
-    Raises:
-        ValueError: if there is no such folder, it holds no Whisper, or the package is not installed.
-    """
+    """Loads model and processor of a folder, or those of the package."""
     folder = packaged_folder() if folder is None else folder
     if (folder / "model.bin").is_file():
         return convert(folder)
@@ -118,16 +108,7 @@ def load(folder: Path | None) -> tuple[Any, Any]:
 
 
 def cut(utterances: Sequence[Utterance], least: float, most: float, number: int) -> list[Piece]:
-    """Joins utterances into pieces of `least` to `most` seconds; takes the first pieces of each speaker.
-
-    Args:
-        utterances: of any speakers, in the order of their chapters.
-        least, most: seconds of a piece.
-        number: greatest number of pieces per speaker.
-
-    Raises:
-        ValueError: if there is no such piece.
-    """
+    """Joins utterances into pieces of `least` to `most` seconds; takes the first pieces of each speaker."""
     found: dict[str, list[Piece]] = {}
     waiting: list[Utterance] = []
     for utterance in utterances:
@@ -176,8 +157,7 @@ def head_errors(
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measures, and writes the report."""
-    words = sys.argv[1:] if argv is None else list(argv)
-    arguments = parse_arguments(words)
+    arguments = parse_arguments(argv)
     variants = variants_of(arguments.backends, arguments.num_features, arguments.windows)
     variants = [variant for variant in variants if variant.is_backend]
     model, processor = load(arguments.model)
@@ -209,16 +189,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         f"Errors of the {len(rows[-1]['head_errors'])} heads, |output - exact| / |exact|: mean over the first "
         f"{min(HEAD_PIECES, len(pieces))} pieces, then mean and ninth decile over heads."
     )
-    words = report.local_names(words)
-    command = report.shown_command("favor.eval.whisper", words, ["--data_dir"], ["--output_dir"])
-    content = report.context(command, ("transformers", "jiwer")) | {"facts": facts, "rows": rows}
+    content = report.context_of("favor.eval.whisper", argv, ("transformers", "jiwer"), ["--data_dir"])
+    content |= {"facts": facts, "rows": rows}
     content["pieces"] = [[utterance.id for utterance in piece.utterances] for piece in pieces]
     content["words_of_pieces"] = numbers
-    lines = whisper_report.lines(rows, facts)
-    report.write(arguments.output_dir, arguments.name, lines, content, [])
+    code = report.finish(arguments, whisper_report.lines(rows, facts), content)
     whisper_report.plot(rows, arguments.output_dir / f"{arguments.name}.png")
-    print("\n".join(["", *lines]))
-    return 0
+    return code
 
 
 cli = program("favor.eval.whisper", main)

@@ -19,7 +19,6 @@ from __future__ import annotations
 import argparse
 import difflib
 import itertools
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -52,7 +51,7 @@ from favor.train.speech.word_errors import word_errors
 from favor_command.saved import load_processor
 
 
-def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
+def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     """Parses the arguments; ends the program for bad ones."""
     parser = Parser("favor.eval.whisper_ctc", __doc__)
     add = parser.add_argument
@@ -271,8 +270,7 @@ def measure(arguments: Any) -> tuple[list[dict[str, Any]], dict[str, Any]]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measures, and writes the report."""
-    words = sys.argv[1:] if argv is None else list(argv)
-    arguments = parse_arguments(words)
+    arguments = parse_arguments(argv)
     rows, found = measure(arguments)
     sizes = ", ".join(f"{number} of {minutes:.1f} minutes" for number, minutes in found["utterances"].values())
     chosen = ", ".join(f"{name} {value:g}" for name, value in found["chosen"].items())
@@ -282,15 +280,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     near = " and ".join(f"{100 * own['within']:.1f} % of {own['words']}" for own in found["times"].values())
     facts += f" Greedy search: {near} words that are right have start and end within 80 ms of the forced alignment."
-    command = report.shown_command(
-        "favor.eval.whisper_ctc", report.local_names(words), ["--data_dir"], ["--output_dir"]
-    )
-    content = report.context(command, ("transformers", "jiwer")) | found | {"rows": rows, "facts": facts}
+    content = report.context_of("favor.eval.whisper_ctc", argv, ("transformers", "jiwer"), ["--data_dir"]) | found
+    content |= {"rows": rows, "facts": facts}
     names = ", ".join(Path(folder).resolve().name for folder in arguments.models)
     lines = [f"# {names}", "", facts, "", *table_lines(rows)]
-    report.write(arguments.output_dir, arguments.name, lines, content, [])
-    print("\n".join(["", *lines]))
-    return 0
+    return report.finish(arguments, lines, content)
 
 
 cli = program("favor.eval.whisper_ctc", main)

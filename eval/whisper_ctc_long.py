@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import resource
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -40,7 +39,7 @@ EXACT_MINUTES = 10.0
 RATE = 16000
 
 
-def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
+def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     """Parses the arguments; ends the program for bad ones."""
     parser = Parser("favor.eval.whisper_ctc_long", __doc__)
     add = parser.add_argument
@@ -130,8 +129,7 @@ def table_lines(cells: Sequence[dict[str, Any]]) -> list[str]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measures, and writes the report."""
-    words = sys.argv[1:] if argv is None else list(argv)
-    arguments = parse_arguments(words)
+    arguments = parse_arguments(argv)
     utterances = load_speech(arguments.data_dir, arguments.split)[0]
     cells = []
     for minutes in arguments.minutes:
@@ -149,13 +147,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         f"10 s of which are kept. Stream: {times}. Positions begin again every 30 s. Local "
         f"attention: {SLIDING_WINDOW} frames of 20 ms before and after each."
     )
-    words = report.local_names(words)
-    command = report.shown_command("favor.eval.whisper_ctc_long", words, ["--data_dir"], ["--output_dir"])
-    content = report.context(command, ("transformers", "jiwer")) | {"cells": cells, "facts": facts}
+    content = report.context_of("favor.eval.whisper_ctc_long", argv, ("transformers", "jiwer"), ["--data_dir"])
+    content |= {"cells": cells, "facts": facts}
     lines = [f"# Long recordings: {Path(arguments.model).resolve().name}", "", facts, "", *table_lines(cells)]
-    report.write(arguments.output_dir, arguments.name, lines, content, [])
-    print("\n".join(["", *lines]))
-    return 0
+    return report.finish(arguments, lines, content)
 
 
 cli = program("favor.eval.whisper_ctc_long", main)

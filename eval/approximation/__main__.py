@@ -27,7 +27,6 @@ from __future__ import annotations
 
 import argparse
 import copy
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -98,13 +97,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 class TextSamples:
-    """Samples of `--text`, in lengths of `--length`, and the model that reads them.
-
-    Attributes:
-        model: with exact attention.
-        tokenizer: that of the model.
-        sizes: tokens of a sample; several are compared.
-    """
+    """Samples of `--text`, in lengths of `--length`, and the model that reads them."""
 
     def __init__(self, arguments: argparse.Namespace, device: torch.device) -> None:
         path = arguments.model or str(minilm_path())
@@ -164,15 +157,7 @@ def converted(folders: Sequence[str], device: torch.device) -> dict[Variant, Any
 
 
 def similarity(model: Any, others: dict[Variant, Any], found: Sequence[Variant], tokenizer: Any, arguments: Any):
-    """Computes the Spearman correlation on STS-B's development set, exact and with each variant (more is better).
-
-    Args:
-        model: with exact attention; it has exact attention afterwards.
-        others: converted models.
-        found: the variants.
-        tokenizer: that of the model.
-        arguments: of the program.
-    """
+    """Computes the Spearman correlation on STS-B's development set, exact and with each variant (more is better)."""
     rows = load_glue("stsb", arguments.glue_dir).evaluation["validation"]
     pairs, labels = list(zip(rows["sentence1"], rows["sentence2"], strict=True)), rows["label"]
     exact, scores = whole.sentence_similarity(model, tokenizer, pairs, labels), {}
@@ -186,12 +171,7 @@ def similarity(model: Any, others: dict[Variant, Any], found: Sequence[Variant],
 
 
 def chosen(source: Any, arguments: argparse.Namespace) -> dict[Variant, Any]:
-    """Converts copies of the model to landmarks, with settings of each layer, by the variants that describe them.
-
-    Args:
-        source: of samples, `TextSamples` or `Recordings`.
-        arguments: of the program.
-    """
+    """Converts copies of the model to landmarks, with settings of each layer, by the variants that describe them."""
     models = {}
     inputs = source.inputs_to_choose() if arguments.flop_budgets else []
     for budget in arguments.flop_budgets:
@@ -224,9 +204,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     sts = None
     if isinstance(source, TextSamples) and arguments.glue_dir and whole.measure_of(source.model) == "cosine":
         sts = similarity(source.model, others, found, source.tokenizer, arguments)
-    words = common.local_names(argv or sys.argv[1:])
-    command = common.shown_command("favor.eval.approximation", words, [], ["--output_dir"])
-    context = common.context(command, ("transformers",))
+    context = common.context_of("favor.eval.approximation", argv, ("transformers",))
     facts = {
         **source.facts(measured),
         "queries": f"errors on at most {arguments.query_samples} queries of each sample, spread over it",

@@ -28,12 +28,7 @@ from favor_command.saved import load_processor
 
 
 class Recordings:
-    """Recordings of `--audio_dir`, in lengths of `--seconds`, and the encoder of the model that hears them.
-
-    Attributes:
-        model: the encoder, with exact attention. No other part of its model runs or is switched.
-        sizes: seconds of a recording; several are compared.
-    """
+    """Recordings of `--audio_dir`, in lengths of `--seconds`, and the encoder of the model that hears them."""
 
     def __init__(self, arguments: argparse.Namespace, device: torch.device) -> None:
         self.arguments, self.sizes = arguments, arguments.seconds
@@ -51,11 +46,7 @@ class Recordings:
     def measured(
         self, size: float, found: Sequence[Variant], others: Mapping[Variant, PreTrainedModel] | None = None
     ) -> Measured:
-        """Measures variants on recordings of one length.
-
-        Raises:
-            ValueError: if recordings of another length had equally many frames, so that the figures are the same.
-        """
+        """Measures variants on recordings of one length."""
         inputs = self._inputs(self.arguments.split, size)
         outputs = partial(whole.embeddings, inputs=inputs)
         options = {"seed": self.arguments.seed, "query_samples": self.arguments.query_samples}

@@ -26,25 +26,13 @@ MASKED = 0.15
 
 
 def load(path: str, device: torch.device) -> tuple[Any, Any]:
-    """Loads the tokenizer of a model, and the part that reads a text, with exact attention.
-
-    Args:
-        path: folder or hub name.
-        device: of the model.
-
-    Raises:
-        ValueError: if one of them cannot be loaded, or the model reads no text.
-    """
+    """Loads the tokenizer of a model, and the part that reads a text, with exact attention."""
     model = text_part(load_exact(path)).to(device).eval()
     return load_processor(path), model
 
 
 def text_part(model: PreTrainedModel) -> Any:
-    """Gives what is measured of a model: a language model whole, since its loss is a score; else all below the head.
-
-    Raises:
-        ValueError: if its input is no text.
-    """
+    """Gives what is measured of a model: a language model whole, since its loss is a score; else all below the head."""
     part: Any = model if measure_of(model) != "cosine" else model.base_model
     if part.main_input_name != "input_ids":
         kind = type(model).__name__
@@ -69,16 +57,7 @@ def switch(model: PreTrainedModel, variant: Variant | None, seed: int) -> PreTra
 
 
 def text_inputs(model: PreTrainedModel, sample: Tensor, period: int | None = None) -> dict[str, Tensor]:
-    """Makes the arguments of a model from samples `[n, L]`; a decoder with an encoder reads the same tokens.
-
-    Args:
-        model: any model that reads text.
-        sample: tokens of the samples.
-        period: of the positions, as in `placement`.
-
-    Raises:
-        ValueError: as `placement` does.
-    """
+    """Makes the arguments of a model from samples `[n, L]`; a decoder with an encoder reads the same tokens."""
     sample = sample.to(model.device)
     both = "decoder_input_ids" in inspect.signature(model.forward).parameters
     names = ("input_ids", "decoder_input_ids") if both else ("input_ids",)
@@ -112,13 +91,7 @@ def placement(model: PreTrainedModel, length: int, period: int | None) -> dict[s
 
 
 def positions(model: PreTrainedModel, length: int, period: int | None = None) -> str:
-    """Says in words which positions the tokens have.
-
-    Args:
-        model: any model.
-        length: tokens of a sample.
-        period: as in `placement`.
-    """
+    """Says in words which positions the tokens have."""
     places = placement(model, length, period)
     if not places:
         return "0, 1, 2, ..."
@@ -134,15 +107,7 @@ def embeddings(model: PreTrainedModel, inputs: Sequence[Mapping[str, Tensor]]) -
 
 @torch.no_grad()
 def outputs(model: PreTrainedModel, ids: Tensor, mask_id: int | None, seed: int, period: int | None = None) -> Tensor:
-    """Computes the mean-pooled embedding `[n, width]` of each sample, or its loss `[n, 1]`.
-
-    Args:
-        model: any model.
-        ids: samples `[n, L]`.
-        mask_id: the tokenizer's mask token, for a masked-LM model.
-        seed: draws the masks.
-        period: of the positions, as in `placement`.
-    """
+    """Computes the mean-pooled embedding `[n, width]` of each sample, or its loss `[n, 1]`."""
     measure, generator, rows = measure_of(model), torch.Generator().manual_seed(seed), []
     if measure == "cosine":
         return embeddings(model, [text_inputs(model, sample, period) for sample in ids.split(1)])
@@ -158,13 +123,7 @@ def outputs(model: PreTrainedModel, ids: Tensor, mask_id: int | None, seed: int,
 
 
 def score(measure: str, exact: Tensor, found: Tensor) -> float:
-    """Computes the mean cosine with the exact embeddings (1 is best), or the loss or perplexity (less is better).
-
-    Args:
-        measure: name of the score.
-        exact: from `outputs`, with exact attention.
-        found: from `outputs`, with a variant.
-    """
+    """Computes the mean cosine with the exact embeddings (1 is best), or the loss or perplexity (less is better)."""
     if measure == "cosine":
         return float(torch.cosine_similarity(exact, found).mean())
     mean = float(found.mean())
@@ -175,15 +134,7 @@ def score(measure: str, exact: Tensor, found: Tensor) -> float:
 def sentence_similarity(
     model: PreTrainedModel, tokenizer: Any, pairs: Sequence[tuple[str, str]], scores: Sequence[float], batch: int = 64
 ) -> float:
-    """Computes the Spearman correlation of human scores with cosines of mean-pooled embeddings of sentence pairs.
-
-    Args:
-        model: gives the embeddings.
-        tokenizer: that of the model.
-        pairs: of sentences.
-        scores: of humans, one per pair.
-        batch: sentences per forward pass.
-    """
+    """Computes the Spearman correlation of human scores with cosines of mean-pooled embeddings of sentence pairs."""
     texts = [text for pair in pairs for text in pair]
     order = sorted(range(len(texts)), key=lambda i: len(texts[i]))
     embeddings: list[Tensor] = [torch.empty(0)] * len(texts)
@@ -212,21 +163,7 @@ def measure(
     period: int | None = None,
     others: Mapping[Variant, PreTrainedModel] | None = None,
 ) -> Measured:
-    """Measures variants on samples of one length, each sample a forward pass of its own.
-
-    Args:
-        model: any model that reads tokens; it has exact attention afterwards.
-        ids: samples `[n, L]`.
-        found: the variants to compare.
-        mask_id: the tokenizer's mask token, for a masked-LM model.
-        seed: draws random directions and masks.
-        query_samples: greatest number of queries whose errors count, as in `HeadErrors`.
-        period: of the positions, as in `placement`.
-        others: converted models, for variants with a folder.
-
-    Returns:
-        Errors of the heads, and the score of the whole model with exact attention and with each variant.
-    """
+    """Measures variants on samples of one length, each sample a forward pass of its own."""
     inputs = [text_inputs(model, sample, period) for sample in ids.split(1)]
     scored = partial(outputs, ids=ids, mask_id=mask_id, seed=seed, period=period)
     return measure_inputs(model, inputs, found, scored, seed=seed, query_samples=query_samples, others=others)
@@ -242,16 +179,7 @@ def measure_inputs(
     query_samples: int | None = None,
     others: Mapping[Variant, PreTrainedModel] | None = None,
 ) -> Measured:
-    """Measures variants on inputs of one length, such as recordings, each a forward pass of its own.
-
-    Args:
-        model, found, seed, query_samples, others: as for `measure`.
-        inputs: arguments of the model, by name.
-        outputs: computes what is scored, from a model with any attention; see `score`.
-
-    Raises:
-        ValueError: before anything is measured, if the model cannot be scored on these inputs alone.
-    """
+    """Measures variants on inputs of one length, such as recordings, each a forward pass of its own."""
     kind, scores, others = measure_of(model), {}, others or {}
     try:
         exact = outputs(model)

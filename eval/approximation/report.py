@@ -20,15 +20,7 @@ UNIFORM = Variant(MEAN, None, 0, 0)
 
 @dataclass
 class Measured:
-    """Holds the measurements at one length.
-
-    Attributes:
-        length: tokens of a sample.
-        samples: number of samples.
-        heads: errors of single heads.
-        exact: score of the whole model with exact attention.
-        scores: score of the whole model by variant.
-    """
+    """Holds the measurements at one length."""
 
     length: int
     samples: int
@@ -52,15 +44,7 @@ class Measured:
 
 @dataclass
 class Results:
-    """Holds all measurements.
-
-    Attributes:
-        facts: model, text, machine, versions, seed, command.
-        measure: name of the score of the whole model.
-        measured: results of each length, ascending.
-        sts: correlation on STS-B with exact attention, by variant, and number of pairs; None if not measured.
-        chosen: by variant, what `favor.convert(layers="auto")` chose for each layer, in the order of the layers.
-    """
+    """Holds all measurements."""
 
     facts: dict[str, Any]
     measure: str
@@ -182,10 +166,6 @@ def plot(measured: Sequence[Measured], path: Path) -> None:
     """Draws heat maps at the greatest length (mean of V, first and best backend), and curves.
 
     The curves are over the length if there are several lengths, else over M.
-
-    Args:
-        measured: results of each length, ascending.
-        path: of the PNG file.
     """
     last = measured[-1]
     backends = [variant for variant in last.heads.variants if variant.is_backend]

@@ -130,14 +130,7 @@ def variants_of(
 
 
 def parse(text: str) -> tuple[str, str | None, dict[str, Any]]:
-    """Reads `NAME[:FEATURES][:OPTION=VALUE,...]`, such as `favor#:wderf` or `favor+:num_features=64,window=128`.
-
-    Returns:
-        Name of the backend, its features, and the options by name.
-
-    Raises:
-        ValueError: for text that is not of this form.
-    """
+    """Reads `NAME[:FEATURES][:OPTION=VALUE,...]`, such as `favor#:wderf` or `favor+:num_features=64,window=128`."""
     backend, *parts = text.split(":")
     if backend not in registry.BACKENDS:
         near = did_you_mean(backend, registry.BACKENDS)
@@ -151,17 +144,7 @@ def parse(text: str) -> tuple[str, str | None, dict[str, Any]]:
 
 
 def variant(backend: str, features: str | None, options: Mapping[str, Any], given: Sequence[str] = ()) -> Variant:
-    """Makes a variant, and checks its options.
-
-    Args:
-        backend: its name.
-        features: features of favor#, None for others.
-        options: by name, with `num_features` and `window`.
-        given: names of options that the user set for this backend; the backend must read them.
-
-    Raises:
-        ValueError, TypeError: for a backend or option that does not exist, or an option that the backend does not read.
-    """
+    """Makes a variant, and checks its options."""
     if wrong := [name for name in options if name in NOT_HERE]:
         raise ValueError(
             f"{wrong[0]} cannot be set for one of the compared backends; give it as an argument of its own"
@@ -217,13 +200,7 @@ class HeadErrors:
         return (steps * (length / self.query_samples)).long().clamp(max=length - 1).to(device)
 
     def output(self, variant: Variant, seen: Observation, places: Tensor) -> Tensor:
-        """Computes the attention output of a variant, `[B, H, n, dv]`.
-
-        Args:
-            variant: backend and options.
-            seen: queries, keys and values.
-            places: of the n queries.
-        """
+        """Computes the attention output of a variant, `[B, H, n, dv]`."""
         if variant.backend == MEAN:
             return mean_of_values(seen, places)
         if variant.backend == LOCAL:
@@ -267,12 +244,7 @@ class HeadErrors:
 
 
 def mean_of_values(seen: Observation, places: Tensor | None = None) -> Tensor:
-    """Computes uniform attention over the keys that a query sees, `[B, H, n, dv]`; an estimate should be better.
-
-    Args:
-        seen: queries, keys and values.
-        places: of the queries `[n]`; None is all queries.
-    """
+    """Computes uniform attention over the keys that a query sees, `[B, H, n, dv]`; an estimate should be better."""
     rows, columns = _pairs(seen, places)
     weights = (columns <= rows if seen.is_causal else (columns >= 0).expand(len(rows), -1)).to(seen.value.dtype)[None]
     if seen.padding is not None:
@@ -285,13 +257,7 @@ def mean_of_values(seen: Observation, places: Tensor | None = None) -> Tensor:
 
 
 def window_alone(seen: Observation, window: int, places: Tensor | None = None) -> Tensor:
-    """Computes exact attention inside blocks, without keys outside of them, `[B, H, n, dv]`.
-
-    Args:
-        seen: queries, keys and values.
-        window: tokens of a block.
-        places: of the queries `[n]`; None is all queries.
-    """
+    """Computes exact attention inside blocks, without keys outside of them, `[B, H, n, dv]`."""
     rows, columns = _pairs(seen, places)
     mask = rows // window == columns // window
     if seen.is_causal:

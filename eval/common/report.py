@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
 import shlex
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata
@@ -90,16 +92,25 @@ def context(command: str, packages: Sequence[str] = ("scikit-learn", "numpy")) -
     }
 
 
-def write(folder: Path, name: str, lines: Sequence[str], content: Mapping[str, Any], checks: Sequence[Check]) -> None:
-    """Writes name.md and name.json with checks; name.md ends with machine, versions and command.
+def context_of(
+    program: str, argv: Sequence[str] | None, packages: Sequence[str], folders: Sequence[str] = ()
+) -> dict[str, Any]:
+    """Gives command, machine and versions of a program: data `folders` as `DATA`, paths of this machine by name."""
+    words = local_names(sys.argv[1:] if argv is None else argv)
+    return context(shown_command(program, words, folders, ["--output_dir"]), packages)
 
-    Args:
-        folder: of the files; it is made if needed.
-        name: name of the files, without ending.
-        lines: the Markdown report.
-        content: for JSON; needs the keys of `context`.
-        checks: go into both files.
-    """
+
+def finish(
+    arguments: argparse.Namespace, lines: Sequence[str], content: Mapping[str, Any], checks: Sequence[Check] = ()
+) -> int:
+    """Writes and prints a report with its checks; gives the exit code, 1 if a check does not hold."""
+    write(arguments.output_dir, arguments.name, lines, content, checks)
+    print("\n".join(["", *lines, *([""] if checks else []), *(check.line() for check in checks)]), flush=True)
+    return int(not all(check.holds for check in checks))
+
+
+def write(folder: Path, name: str, lines: Sequence[str], content: Mapping[str, Any], checks: Sequence[Check]) -> None:
+    """Writes name.md and name.json with checks; name.md ends with machine, versions and command."""
     versions = ", ".join(f"{package} {version}" for package, version in content["versions"].items())
     tail = ["", "## Checks", "", *(f"- {check.line()}" for check in checks)] if checks else []
     tail += ["", f"{content['machine']}; {versions}.", "", "```bash", content["command"], "```"]
@@ -107,15 +118,7 @@ def write(folder: Path, name: str, lines: Sequence[str], content: Mapping[str, A
 
 
 def write_files(folder: Path, name: str, lines: Sequence[str], content: Mapping[str, Any], indent: int = 1) -> None:
-    """Writes name.md and name.json; numbers that are not finite become words in name.json.
-
-    Args:
-        folder: of the files; it is made if needed.
-        name: name of the files, without ending.
-        lines: of the Markdown file.
-        content: of the JSON file.
-        indent: spaces per level in the JSON file.
-    """
+    """Writes name.md and name.json; numbers that are not finite become words in name.json."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / f"{name}.md").write_text("\n".join(lines) + "\n")
     finite = with_floats(content, lambda number: number if math.isfinite(number) else str(number))

@@ -67,16 +67,7 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
 def candidates(families: list[str] | None = None) -> tuple[list[Candidate], dict[str, str]]:
     """Lists the model classes to run: the bodies of each modeling file, or its first class if there is no body.
 
-    Causal language models are always among them.
-
-    Args:
-        families: folders of transformers, such as "bert"; None for all.
-
-    Returns:
-        The classes, and for each module that cannot be imported here the reason.
-
-    Raises:
-        ValueError: for a family that transformers does not have.
+    Causal language models are always among them. Also gives why a module cannot be imported here, by name.
     """
     files = sorted((Path(transformers.__file__).parent / "models").glob("*/modeling_*.py"))
     known = {path.parent.name for path in files}
@@ -114,13 +105,7 @@ def _model_classes(module: str) -> list[str]:
 
 
 def run_all(found: list[Candidate], jobs: int, seconds: int) -> Iterator[dict[str, Any]]:
-    """Checks each class in a process of its own, and yields each result when it is ready.
-
-    Args:
-        found: the classes.
-        jobs: processes at a time.
-        seconds: greatest processor time of a process.
-    """
+    """Checks each class in a process of its own, and yields each result when it is ready."""
     with ThreadPoolExecutor(jobs) as pool:
         running = {pool.submit(isolated, MEMORY, 1, timed_check, own, seconds): own for own in found}
         for future in as_completed(running):

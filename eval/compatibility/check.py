@@ -51,13 +51,7 @@ BAD = ("silently exact", "wrong", "crash")
 
 @dataclass(frozen=True)
 class Candidate:
-    """A model class that may run with a backend.
-
-    Attributes:
-        family: its folder in transformers.
-        module: its modeling module.
-        name: name of the class.
-    """
+    """A model class that may run with a backend."""
 
     family: str
     module: str
@@ -112,11 +106,7 @@ def check(candidate: Candidate) -> dict[str, Any]:
 
 
 def build(candidate: Candidate) -> tuple[PreTrainedModel, Inputs]:
-    """Makes a tiny model with exact attention, and inputs that it takes.
-
-    Raises:
-        NotBuiltError: if no try succeeds, with the last reason.
-    """
+    """Makes a tiny model with exact attention, and inputs that it takes."""
     model_class = candidate.load()
     own = {**OWN.get(candidate.family, {}), **OWN.get(candidate.name, {})}
     problems, tried = [], 0

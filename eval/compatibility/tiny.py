@@ -39,30 +39,15 @@ _NOT_WIDTH = re.compile(
 )
 _TOKEN = re.compile(r"token_id$|token_index$|_id$|_token$|_token_ids$")
 _WINDOWS = ("sliding_window", "local_attention", "attention_window_size", "sliding_window_size")
-_FIXED = {
-    "n_group": 1,
-    "num_group": 1,
-    "num_expert_group": 1,
-    "topk_group": 1,
-    "num_feature_levels": None,
-    "num_conv_pos_embeddings": 16,
-    "num_conv_pos_embedding_groups": 2,
-    "layerdrop": 0.0,
-    "encoder_layerdrop": 0.0,
-    "decoder_layerdrop": 0.0,
-    "mask_time_prob": 0.0,
-    "apply_spec_augment": False,
-    "use_timm_backbone": False,
-    "first_k_dense_replace": 1,
-    "num_nextn_predict_layers": 0,
-    "attn_layer_period": 2,
-    "attn_layer_offset": 1,
-    "expert_layer_period": 2,
-    "expert_layer_offset": 1,
-    "num_queries": 20,
-    "num_denoising": 0,
-    "train_num_points": 32,
-    "dtype": "float32",
+_FIXED: dict[str, Any] = {
+    **dict.fromkeys(("n_group", "num_group", "num_expert_group", "topk_group", "first_k_dense_replace"), 1),
+    **dict.fromkeys(("attn_layer_offset", "expert_layer_offset"), 1),
+    **dict.fromkeys(("num_conv_pos_embedding_groups", "attn_layer_period", "expert_layer_period"), 2),
+    **dict.fromkeys(("layerdrop", "encoder_layerdrop", "decoder_layerdrop", "mask_time_prob"), 0.0),
+    **dict.fromkeys(("apply_spec_augment", "use_timm_backbone"), False),
+    **dict.fromkeys(("num_nextn_predict_layers", "num_denoising"), 0),
+    **{"num_conv_pos_embeddings": 16, "num_queries": 20, "train_num_points": 32},
+    **{"num_feature_levels": None, "dtype": "float32"},
 }
 
 # Fields for which the rules are wrong, or that have no default, by family or model class.
@@ -279,34 +264,18 @@ def all_inputs(model: nn.Module, config: PretrainedConfig) -> Iterator[Inputs]:
 # Arguments that some models need although the arguments have a default.
 _COMPANIONS: tuple[tuple[str, ...], ...] = (
     (),
-    ("bbox",),
-    ("pixel_values",),
-    ("input_features",),
-    ("input_values",),
-    ("attention_mask",),
+    *((name,) for name in ("bbox", "pixel_values", "input_features", "input_values", "attention_mask")),
     ("input_features_mask",),
     ("encoder_hidden_states",),
     ("encoder_hidden_states", "encoder_attention_mask"),
     ("bbox", "pixel_values"),
-    ("pixel_mask",),
-    ("image_grid_thw",),
-    ("image_position_ids",),
-    ("pixel_position_ids",),
-    ("spatial_shapes",),
-    ("position_embeddings",),
+    *((name,) for name in ("pixel_mask", "image_grid_thw", "image_position_ids", "pixel_position_ids")),
+    *((name,) for name in ("spatial_shapes", "position_embeddings")),
 )
 _ENCODED = ("input_ids", "inputs_embeds", "input_features", "input_values", "pixel_values")
 _MAIN = (
-    "input_ids",
-    "pixel_values",
-    "input_features",
-    "input_values",
-    "inputs_embeds",
-    "hidden_states",
-    "pixel_values_videos",
-    "past_values",
-    "audio_values",
-    "inputs",
+    *("input_ids", "pixel_values", "input_features", "input_values", "inputs_embeds", "hidden_states"),
+    *("pixel_values_videos", "past_values", "audio_values", "inputs"),
 )
 
 

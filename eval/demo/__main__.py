@@ -20,7 +20,6 @@ import textwrap
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import datasets
 import transformers
@@ -223,8 +222,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     table = report.table(HEADER, rows(readings, scores))
     lines = ["# The demo: long documents, and a fine-tuned model switched to linear attention", "", *table, ""]
     lines += explanation(arguments, landmark.shortest)
-    command = report.shown_command("favor.eval.demo", sys.argv[1:] if argv is None else argv, (), ("--output_dir",))
-    content: dict[str, Any] = report.context(command, ("transformers",))
+    content = report.context_of("favor.eval.demo", argv, ("transformers",))
     content |= {
         "readings": {
             label: {

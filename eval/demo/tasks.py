@@ -61,14 +61,7 @@ class Document:
 
 
 def documents(number: int | None = None) -> list[Document]:
-    """Reads the documents: first one of each novel, then a second one of each, and so on.
-
-    Args:
-        number: number of documents; None is all.
-
-    Raises:
-        ValueError: if `number` is below 2 or above the number of documents that exist.
-    """
+    """Reads the documents: first one of each novel, then a second one of each, and so on."""
     parts = lzma.decompress(FILE.read_bytes()).decode().split(SEPARATOR)
     if number is not None and not 2 <= number <= len(parts):
         raise ValueError(f"the number of documents must be from 2 to {len(parts)}, got {number}")
@@ -82,14 +75,7 @@ def documents(number: int | None = None) -> list[Document]:
 
 @dataclass(frozen=True)
 class Reader:
-    """One way to read a text.
-
-    Attributes:
-        label: its name in the table.
-        backend: value of `attn_implementation`.
-        options: options of the backend.
-        cut: number of tokens that are read; None reads all.
-    """
+    """One way to read a text."""
 
     label: str
     backend: str = "sdpa"
@@ -107,12 +93,7 @@ class Reader:
 
 @dataclass
 class Reading:
-    """The embeddings that one reader made, and its times.
-
-    Attributes:
-        embeddings: of all halves, `[documents, 2, width]`.
-        seconds: of each text, by its number of tokens.
-    """
+    """The embeddings that one reader made, and its times."""
 
     embeddings: Tensor
     seconds: dict[int, list[float]]
@@ -135,19 +116,7 @@ class Reading:
 def read_all(
     readers: Sequence[Reader], folder: Path, documents: Sequence[Document], lengths: Sequence[int], bar: tqdm, seed: int
 ) -> dict[str, Reading]:
-    """Lets every reader embed both halves of every document, in turns, so that a slow moment slows all readers.
-
-    Args:
-        readers: with different labels.
-        folder: of the model and its tokenizer.
-        documents: to read.
-        lengths: other numbers of tokens, timed on the first documents.
-        bar: progress bar that advances by one per text; `count` gives its total.
-        seed: draws the random features.
-
-    Returns:
-        A `Reading` for each label.
-    """
+    """Lets every reader embed both halves of every document, in turns, so that a slow moment slows all readers."""
     tokenizer = load_processor(str(folder))
     models = {reader.label: reader.load(folder, seed) for reader in readers}
     found: dict[str, list[Tensor]] = {label: [] for label in models}
@@ -175,24 +144,14 @@ def count(readers: Sequence[Reader], documents: int, lengths: Sequence[int]) -> 
 
 @torch.no_grad()
 def embed(model: PreTrainedModel, tokenizer: Any, text: Sequence[int]) -> Tensor:
-    """Embeds a text as the mean of its last hidden states, special tokens included, `[width]`.
-
-    Args:
-        model: a BERT.
-        tokenizer: that of the model.
-        text: tokens, without special tokens.
-    """
+    """Embeds a text as the mean of its last hidden states, special tokens included, `[width]`."""
     ids = torch.tensor([[tokenizer.cls_token_id, *text, tokenizer.sep_token_id]])
     places = placement(model, ids.shape[1], CUT)
     return model(input_ids=ids, **places).last_hidden_state.mean(1)[0]
 
 
 def passages(documents: Sequence[Document], number: int, rng: random.Random) -> list[list[str]]:
-    """Draws different passages as lists of words.
-
-    Raises:
-        ValueError: if the documents do not have `number` passages.
-    """
+    """Draws different passages as lists of words."""
     words = [document.text.split() for document in documents]
     found = [text[start : start + WORDS] for text in words for start in range(0, len(text) - WORDS, WORDS)]
     if number > len(found):
@@ -209,20 +168,7 @@ def rows(found: Sequence[Sequence[str]], rng: random.Random) -> list[tuple[str, 
 
 
 def generate(data_dir: Path, documents: Sequence[Document], train_rows: int, seed: int) -> Path:
-    """Writes `SST-2/train.tsv` and `SST-2/dev.tsv`.
-
-    Args:
-        data_dir: the folder that gets the task's folder.
-        documents: the first half of them is for training, the second half for development.
-        train_rows: rows of train.tsv, an even number.
-        seed: draws passages and orders.
-
-    Returns:
-        `data_dir`.
-
-    Raises:
-        ValueError: if the documents do not have that many passages.
-    """
+    """Writes `SST-2/train.tsv` and `SST-2/dev.tsv`."""
     rng, middle = random.Random(seed), len(documents) // 2
     folder = data_dir / FOLDER
     folder.mkdir(parents=True, exist_ok=True)
@@ -235,14 +181,7 @@ def generate(data_dir: Path, documents: Sequence[Document], train_rows: int, see
 
 @dataclass(frozen=True)
 class Switched:
-    """A fine-tuned model that was loaded again, and its score.
-
-    Attributes:
-        folder: where it was saved.
-        accuracy: on the development set.
-        runs: the kind of attention of every layer, as `favor.describe` says.
-        shortest: tokens of the shortest development sample.
-    """
+    """A fine-tuned model that was loaded again, and its score."""
 
     folder: Path
     accuracy: float
@@ -261,17 +200,7 @@ def train(model: Path, data_dir: Path, folder: Path, steps: int, seed: int) -> d
 
 
 def switch(trained: Path, results: dict[str, Any], backend: str, seed: int) -> Switched:
-    """Loads a trained model with another attention, saves it, loads it again and evaluates it.
-
-    Args:
-        trained: folder of the model.
-        results: of its training.
-        backend: value of `attn_implementation`.
-        seed: draws the random features.
-
-    Raises:
-        RuntimeError: if the saved model does not come back with the attention it was saved with.
-    """
+    """Loads a trained model with another attention, saves it, loads it again and evaluates it."""
     model = AutoModelForSequenceClassification.from_pretrained(trained, attn_implementation=backend)
     # The texts are short: without exact_below=0, layers would keep exact attention, because it is faster.
     favor.configure(model, **options(backend), exact_below=0, seed=seed)

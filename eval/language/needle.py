@@ -18,7 +18,6 @@ from __future__ import annotations
 import argparse
 import copy
 import itertools
-import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -46,7 +45,7 @@ Key = tuple[str, str, int]  # task, variant, length
 Cell = dict[str, Any]
 
 
-def parse_arguments(words: Sequence[str]) -> argparse.Namespace:
+def parse_arguments(words: Sequence[str] | None) -> argparse.Namespace:
     """Parses the arguments; ends the program for bad ones, raises ValueError for bad variants."""
     parser = Parser(NAME, __doc__)
     shared.options(parser, "needle")
@@ -121,12 +120,7 @@ def documents(haystack: Haystack, arguments: argparse.Namespace) -> Iterator[tup
 def measure(
     model: Any, haystack: Haystack, arguments: argparse.Namespace, called: str
 ) -> tuple[dict[Key, Cell], dict[tuple[str, int], list[float]]]:
-    """Measures all documents; what is in the records is not measured again.
-
-    Returns:
-        The means of each task, variant and length, and for each variant and length the mean seconds of reading a
-        document and of all its answers.
-    """
+    """Measures all documents; what is in the records is not measured again."""
     answers: dict[Key, list[dict[str, Any]]] = {}
     seconds: dict[tuple[str, int], list[list[float]]] = {}
     for length, case, document in documents(haystack, arguments):
@@ -207,17 +201,15 @@ def checks(cells: Mapping[Key, Cell], arguments: argparse.Namespace) -> list[rep
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the program; returns the exit code."""
-    words = sys.argv[1:] if argv is None else list(argv)
-    arguments = parse_arguments(words)
+    arguments = parse_arguments(argv)
     text = read_text(arguments.text)
     model, tokenizer = load(arguments.model, arguments.device)
-    context = shared.context(NAME, words, arguments)
+    context = shared.context(NAME, argv, arguments)
     cells, seconds = measure(model, Haystack(text, tokenizer), arguments, context["model"])
     lines, checked = report_lines(cells, seconds, context, arguments), checks(cells, arguments)
     times = [{"variant": key[0], "length": key[1], "seconds": own} for key, own in seconds.items()]
     content = {**context, "cells": list(cells.values()), "seconds": times}
-    report.write(arguments.output_dir, arguments.name, lines, content, checked)
-    print("\n".join(["", *lines, "", *(check.line() for check in checked)]))
+    report.finish(arguments, lines, content, checked)
     return 0
 
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import hashlib
 import math
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -31,7 +30,7 @@ from favor.train.text.samples import samples
 NAME = "favor.eval.language.perplexity"
 
 
-def parse_arguments(words: Sequence[str]) -> argparse.Namespace:
+def parse_arguments(words: Sequence[str] | None) -> argparse.Namespace:
     """Parses the arguments; ends the program for bad ones, raises ValueError for bad variants."""
     parser = Parser(NAME, __doc__)
     shared.options(parser, "perplexity")
@@ -52,12 +51,7 @@ Results = Mapping[tuple[str, int, str], np.ndarray]
 
 @torch.no_grad()
 def token_nats(model: Any, ids: Tensor) -> Tensor:
-    """Computes the nats of each token except the first, given earlier tokens, `[L - 1]` in float64.
-
-    Args:
-        model: a causal language model.
-        ids: `[1, L]`.
-    """
+    """Computes the nats of each token except the first, given earlier tokens, `[L - 1]` in float64."""
     states: list[Tensor] = []
     head = model.get_output_embeddings()
 
@@ -149,15 +143,11 @@ def report_lines(cells: Sequence[Mapping[str, Any]], context: Mapping[str, Any])
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the program; returns the exit code."""
-    words = sys.argv[1:] if argv is None else list(argv)
-    arguments = parse_arguments(words)
+    arguments = parse_arguments(argv)
     model, tokenizer = load(arguments.model, arguments.device)
-    context = shared.context(NAME, words, arguments)
+    context = shared.context(NAME, argv, arguments)
     cells = cells_of(measure(model, tokenizer, arguments, context["model"]), context["variants"][0])
-    lines = report_lines(cells, context)
-    report.write(arguments.output_dir, arguments.name, lines, {**context, "cells": cells}, [])
-    print("\n".join(["", *lines]))
-    return 0
+    return report.finish(arguments, report_lines(cells, context), {**context, "cells": cells})
 
 
 cli = program(NAME, main)

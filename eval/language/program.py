@@ -44,15 +44,7 @@ class Variant:
 
     @classmethod
     def parse(cls, text: str) -> Variant:
-        """Reads exact, sdpa or `BACKEND[:FEATURES][:KEY=VALUE,...]`, such as `landmark:selected_keys=512`.
-
-        Args:
-            text: the variant. The key `cache` names its cache; else it is "dynamic" for exact attention, "state" for
-                others.
-
-        Raises:
-            ValueError: for an unknown backend, option or cache. TypeError: for an option of a wrong type.
-        """
+        """Reads exact, sdpa or `BACKEND[:FEATURES][:KEY=VALUE,...]`, such as `landmark:selected_keys=512`."""
         if text in (EXACT, SDPA):
             return cls(text, text, FavorConfig.from_dict({"exact_below": ALWAYS}).to_dict(), "dynamic")
         backend, features, options = parse(text)
@@ -84,11 +76,7 @@ def variants(texts: Sequence[str]) -> list[Variant]:
 
 
 class Records:
-    """Results in lines of JSON, written one by one, so that a stopped run continues where it was.
-
-    Args:
-        path: the file that grows; it need not exist.
-    """
+    """Results in lines of JSON, written one by one, so that a stopped run continues where it was."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -124,7 +112,7 @@ def options(parser: Parser, name: str) -> None:
     add_results(parser, name)
 
 
-def prepare(parser: Parser, words: Sequence[str]) -> argparse.Namespace:
+def prepare(parser: Parser, words: Sequence[str] | None) -> argparse.Namespace:
     """Parses a command line; sorts `lengths`, makes `variants` of `backends`, opens the records of `NAME.jsonl`."""
     arguments = parser.parse_args(words)
     arguments.lengths = sorted(set(arguments.lengths))
@@ -137,8 +125,8 @@ def prepare(parser: Parser, words: Sequence[str]) -> argparse.Namespace:
     return arguments
 
 
-def context(program: str, words: Sequence[str], arguments: argparse.Namespace) -> dict[str, Any]:
+def context(program: str, argv: Sequence[str] | None, arguments: argparse.Namespace) -> dict[str, Any]:
     """Gives command, machine, versions, model and variants."""
-    command = report.shown_command(program, report.local_names(words), [], ["--output_dir"])
     facts = {"model": Path(arguments.model).resolve().name, "seed": arguments.seed}
-    return {**report.context(command, ("transformers",)), **facts, "variants": [v.label for v in arguments.variants]}
+    found = report.context_of(program, argv, ("transformers",))
+    return {**found, **facts, "variants": [v.label for v in arguments.variants]}

@@ -58,13 +58,7 @@ class Question:
 
 @dataclass(frozen=True)
 class Prompt:
-    """A question as tokens.
-
-    Attributes:
-        question: the question.
-        ids: end of the prompt, after the document.
-        target: tokens that should follow.
-    """
+    """A question as tokens."""
 
     question: Question
     ids: list[int]
@@ -130,17 +124,7 @@ def tracking(source: Random, depths: Sequence[float]) -> Made:
 
 
 def common(source: Random, words: Sequence[str], room: int, count: Callable[[str], int]) -> Made:
-    """Makes a long list of words, in which five words are ten times as frequent as others, and a question for the five.
-
-    Args:
-        source: makes all random choices.
-        words: the words to draw from.
-        room: tokens that the list and the question may take.
-        count: counts the tokens of a text.
-
-    Raises:
-        ValueError: if there is no room for the frequent words.
-    """
+    """Makes a long list of words, five of them ten times as frequent as others, and a question for the five."""
     drawn = source.sample(list(words), min(len(words), COMMON + max(room, 0) // (2 * SELDOM)))
     often, seldom = drawn[:COMMON], drawn[COMMON:]
     ask = f'The {COMMON} words that appear most often in the list above are "'
@@ -173,12 +157,7 @@ def _places(source: Random, number: int) -> list[float]:
 
 
 class Haystack:
-    """A text whose pieces become documents.
-
-    Args:
-        text: a long text; pieces start at any of its tokens.
-        tokenizer: that of the model.
-    """
+    """A text whose pieces become documents."""
 
     def __init__(self, text: str, tokenizer: Any) -> None:
         self.tokenizer = tokenizer

@@ -55,14 +55,7 @@ def styles(methods: Sequence[str], others: Sequence[str]) -> dict[str, dict[str,
 
 
 def save(figure: Any, path: Path, legend: Any = None, columns: int = 5) -> None:
-    """Writes a figure as a PNG with a palette, which makes the file a third of its size.
-
-    Args:
-        figure: made by `panels`.
-        path: of the PNG.
-        legend: the panel whose legend stands below the figure. Default: none.
-        columns: of the legend.
-    """
+    """Writes a figure as a PNG with a palette, which makes the file a third of its size."""
     if legend is not None:
         figure.legend(*legend.get_legend_handles_labels(), loc="outside lower center", ncols=columns, fontsize=9)
     path.parent.mkdir(parents=True, exist_ok=True)

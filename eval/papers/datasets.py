@@ -86,9 +86,6 @@ def read_rows(path: Path) -> list[list[str]]:
     """Reads the rows of fields of a CSV, ARFF or blank-separated file, without its header.
 
     The first row is taken for a header if it has a word in a column whose other values are all numbers.
-
-    Raises:
-        ValueError: if rows have different numbers of fields, or fewer than two.
     """
     content = path.read_bytes()
     text = (gzip.decompress(content) if path.suffix == ".gz" else content).decode("utf-8-sig")

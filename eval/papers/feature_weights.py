@@ -109,13 +109,7 @@ class Variant:
 
 @dataclass
 class Divergences:
-    """Compares each variant with softmax on the queries and keys that `observe` reports, for all heads and sequences.
-
-    Attributes:
-        models: the calibrated model of each variant, None for a variant that learns nothing.
-        divergence: by variant, mean over rows of KL(softmax || estimate); less is better.
-        error: by variant, relative error of the output; less is better.
-    """
+    """Compares variants with softmax on the queries and keys that `observe` reports, for all heads and sequences."""
 
     models: dict[Variant, PreTrainedModel | None]
     divergence: dict[Variant, list[float]] = field(default_factory=dict)

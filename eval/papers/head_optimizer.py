@@ -208,11 +208,7 @@ def train(task: HeadTask, config: Config, seed: int, milestones: Sequence[int]) 
 
 
 class Runs:
-    """Training runs, each done once and kept in a file of JSON lines.
-
-    Args:
-        path: the file; None keeps nothing.
-    """
+    """Training runs, each done once and kept in a file of JSON lines."""
 
     def __init__(self, path: Path | None) -> None:
         self.path = path
@@ -250,18 +246,7 @@ class Runs:
 
 @dataclass(frozen=True)
 class Entry:
-    """One configuration after one number of epochs, with all seeds.
-
-    Attributes:
-        method: a key of NAMES.
-        epochs: number of epochs after which the losses were measured.
-        config: the configuration.
-        at_edge: whether one of its learning rates is the first or last of the grid.
-        train: training loss by seed.
-        test: test loss by seed.
-        accuracy: test accuracy by seed.
-        seconds: of an epoch, median.
-    """
+    """One configuration after one number of epochs, with all seeds."""
 
     method: str
     epochs: int
@@ -302,11 +287,7 @@ def select(runs: Runs, task: HeadTask, grid: Grid, head: str) -> dict[int, Confi
 
 
 def compare(runs: Runs, task: HeadTask, grid: Grid) -> tuple[list[Entry], dict[str, list[list[float]]]]:
-    """Runs the best configurations of all optimizers, and SoftmaxBound untuned, with all seeds.
-
-    Returns:
-        The entries; and by method the losses of every batch, a list per seed, of the entry of the last milestone.
-    """
+    """Runs the best of all optimizers, and SoftmaxBound untuned, with all seeds; gives the last runs' losses too."""
     best = {head: select(runs, task, grid, head) for head in ("adamw", "sgd", "bound") if grid.configs(head)}
     # The result of a user who only replaces the optimizer of the output layer.
     untuned, options = ("defaults", {}) if grid.recommended is None else ("recommended", grid.recommended)

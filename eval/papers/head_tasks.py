@@ -101,16 +101,7 @@ def sst2(
     batch_size: int = 32,
     path: Path | None = None,
 ) -> HeadTask:
-    """Makes the task SST-2, 2 labels, with the pretrained MiniLM as the body and a new classification layer.
-
-    Args:
-        folder: folder of GLUE; None takes the hub's copy.
-        samples: sentences of the training set, drawn once.
-        measured: number of these sentences on which the training loss is measured.
-        test: sentences of the development set.
-        batch_size: sentences of a batch.
-        path: folder of the pretrained model. Default: that of the package in `favor.eval.common.pretrained`.
-    """
+    """Makes the task SST-2, 2 labels, with the pretrained MiniLM as the body and a new classification layer."""
     path = minilm_path() if path is None else path
     tokenizer = load_processor(str(path))
     data = load_glue("sst2", folder)
@@ -155,20 +146,6 @@ def text(
 
     Words are lower-cased; all words that are not among the most frequent ones of the file are one unknown word.
     Training and test samples are spaced evenly over the file, and none overlap.
-
-    Args:
-        path: text file, plain or compressed (.gz, .xz).
-        tokens: words of the training set.
-        measured: number of these words on which the training loss is measured.
-        test: words of the test set.
-        vocabulary: number of labels, the unknown word included.
-        length: words of a sample.
-        width: width of the transformer; there is a head per 32 of it.
-        layers: layers of the transformer.
-        batch_size: samples of a batch.
-
-    Raises:
-        ValueError: if the text is too short.
     """
     words = WORD.findall(read_text(path).lower())
     known = {word: i for i, (word, _) in enumerate(Counter(words).most_common(vocabulary - 1), 1)}

@@ -56,9 +56,6 @@ def split(dataset: Dataset) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray
 
     Features are centred and divided by their standard deviation, both of the training part. A column that is constant
     in the training part is only centred.
-
-    Raises:
-        ValueError: if a part would be empty.
     """
     number = len(dataset.labels)
     held = round(0.05 * number)

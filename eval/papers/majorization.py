@@ -248,11 +248,7 @@ def search(
 
 
 def evaluate(method: Method, problem: Problem, optimum: Optimum) -> tuple[dict[str, Any], Trace | None]:
-    """Evaluates one method on one data set: the search, then a run.
-
-    Returns:
-        The entry of the tables, and the run; None if the method is not possible.
-    """
+    """Evaluates one method on one data set: the search, then a run."""
     obstacle = method.obstacle(problem)
     if obstacle:
         return {"name": method.name, "obstacle": obstacle}, None

@@ -124,12 +124,7 @@ def initial_head(problem: Problem, seed: int) -> nn.Linear:
 
 
 class Stepper:
-    """Takes steps of a method.
-
-    Attributes:
-        full_batch: whether it evaluates all rows at once.
-        passes: over the data so far.
-    """
+    """Takes steps of a method."""
 
     full_batch = True
     passes = 0.0
@@ -148,16 +143,7 @@ class Stepper:
 
 
 class Stochastic(Stepper):
-    """Steps of an optimizer on mini-batches, of which the last of an epoch may be smaller.
-
-    Args:
-        problem: the problem to minimise.
-        head: the parameters.
-        optimizer: optimizer of `head`.
-        options: "batch", and "tau" or "decay" as `step_factor` reads them.
-        seed: draws the order of rows.
-        averaged: whether iterates are averaged from the second epoch on.
-    """
+    """Steps of an optimizer on mini-batches, of which the last of an epoch may be smaller."""
 
     full_batch = False
 
@@ -320,14 +306,7 @@ Make = Callable[[Problem, nn.Linear, Mapping[str, Any], int], Stepper]  # and a 
 
 @dataclass(frozen=True)
 class Method:
-    """One row of the tables.
-
-    Attributes:
-        name: name in tables.
-        make: makes the stepper from problem, parameters, options and seed.
-        axes: options that are tuned, by name.
-        obstacle: reason why the method is not possible for a problem; empty if it is possible.
-    """
+    """One row of the tables."""
 
     name: str
     make: Make

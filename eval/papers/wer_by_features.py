@@ -220,11 +220,7 @@ def run_arm(arm: Backend, seed: int, arguments: argparse.Namespace, common: Sequ
 
 
 def records(folder: Path, arguments: Sequence[str] | None = None) -> dict[Path, Run]:
-    """Reads the records of all started arms and seeds below a folder, by their own folders.
-
-    Raises:
-        ValueError: if their arguments differ from those given, or by default from those of the first arm.
-    """
+    """Reads the records of all started arms and seeds below a folder, by their own folders."""
     found = {place.parent: json.loads(place.read_text()) for place in sorted(folder.glob(f"*/seed_*/{RECORD}"))}
     for place, record in found.items():
         arguments = record["arguments"] if arguments is None else list(arguments)

@@ -42,11 +42,7 @@ def transcripts(texts: Sequence[Path]) -> Iterator[str]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Makes the model.
-
-    Raises:
-        ValueError: for files that cannot be read, texts without words, or an order out of range.
-    """
+    """Makes the model."""
     arguments = parse_arguments(argv)
     lines = [] if arguments.words is None else read_text(arguments.words).splitlines()
     more = {word for line in lines for word in normalize_transcript(line).split()}

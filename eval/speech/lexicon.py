@@ -57,11 +57,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 class LetterToSound:
-    """The network of g2p-en (Park and Kim 2019), from letters to phonemes: two GRUs, greedy search.
-
-    Args:
-        path: the weights, `checkpoint20.npz` of the package.
-    """
+    """The network of g2p-en (Park and Kim 2019), from letters to phonemes: two GRUs, greedy search."""
 
     def __init__(self, path: Path) -> None:
         self.weights = {name: torch.from_numpy(array).float() for name, array in np.load(path).items()}
@@ -102,9 +98,6 @@ def read_dictionary(path: Path) -> Spoken:
     """Reads a dictionary in the form of CMUdict: for each word its pronunciations, without stress.
 
     Words that a transcript would write in another way, such as those with a full stop, are left out.
-
-    Raises:
-        ValueError: for a file that cannot be read or has no words.
     """
     found: Spoken = {}
     for line in read_text(path).splitlines():
@@ -141,11 +134,7 @@ def possessive(stem: str) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Writes the lexicon.
-
-    Raises:
-        ValueError: for files or speech that cannot be read.
-    """
+    """Writes the lexicon."""
     arguments = parse_arguments(argv)
     spoken = read_dictionary(arguments.dictionary)
     known = len(spoken)

@@ -34,12 +34,7 @@ def noise(seconds: float, seed: int = SEED) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Recording:
-    """Audio of some minutes: utterances one after another, or noise.
-
-    Args:
-        seconds: length.
-        utterances: the utterances, in order. Default none: noise.
-    """
+    """Audio of some minutes: utterances one after another, or noise."""
 
     seconds: float
     utterances: tuple[Utterance, ...] = ()
@@ -76,15 +71,7 @@ class Recording:
 
 @dataclass(frozen=True)
 class Setup:
-    """The model of all cells.
-
-    Args:
-        preset: size of a new model with random weights.
-        model_name_or_path: a trained model in its place. Default None.
-        num_features: random features per head of the FAVOR backends. Default 128.
-        threads: threads of a process. Default 1.
-        causal: whether a new model is causal. Default False.
-    """
+    """The model of all cells."""
 
     preset: str = "small"
     model_name_or_path: str | None = None
@@ -249,13 +236,7 @@ def measure_memory(setup: Setup, backend: Backend, recording: Recording) -> dict
 
 
 def transcripts(setup: Setup, backend: Backend, utterances: Sequence[Utterance]) -> list[str]:
-    """Transcribes utterances one by one with a trained model.
-
-    Args:
-        setup: the model.
-        backend: the attention.
-        utterances: the utterances.
-    """
+    """Transcribes utterances one by one with a trained model."""
     model, extractor, tokenizer = setup.build(backend), setup.extractor(), _tokenizer(setup)
     batches = (extractor(read_audio(utterance, RATE), sampling_rate=RATE) for utterance in utterances)
     return [transcribe(model, batch, tokenizer)[0] for batch in batches]

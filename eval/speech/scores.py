@@ -47,13 +47,6 @@ def frame_scores(folders: Sequence[str], parts: Parts) -> tuple[dict[str, list[T
 
     The exponential of the mean is the geometric mean of the distributions. It does not add up to 1, so search and
     alignment take it as logits. One model is in memory at a time.
-
-    Args:
-        folders: of models that `check_alike` accepts.
-        parts: utterances, by the name of their part.
-
-    Returns:
-        The scores of each part, and "kind", "parameters" and "attention" of each model.
     """
     scores: dict[str, list[Tensor]] = {}
     facts = []
@@ -99,13 +92,7 @@ def _traits(folder: str, lexicon: Path | None) -> dict[str, Any]:
 
 
 def texts_before(utterances: Sequence[Utterance], texts: Sequence[str], most: int) -> list[list[str]]:
-    """Gives for each utterance the texts of up to `most` utterances before it in its chapter, the nearest last.
-
-    Args:
-        utterances: in their order. One without a chapter has nothing before it.
-        texts: of each utterance.
-        most: at least 0.
-    """
+    """Gives for each utterance the texts of up to `most` utterances before it in its chapter, the nearest last."""
     found = []
     said: dict[tuple[str | None, str | None], list[str]] = defaultdict(list)
     for one, text in zip(utterances, texts, strict=True):
@@ -123,15 +110,6 @@ def language_scores(
 
     Each text follows the first token of the tokenizer (its beginning of texts, else their end) and the texts before
     it, one a line. Texts in capitals alone become small letters.
-
-    Args:
-        model: a causal language model of transformers.
-        tokenizer: that of the model.
-        texts: of each utterance, with the scores of the search, which are not used.
-        before: what was said before each utterance. Default None: nothing, each text stands alone.
-
-    Raises:
-        ValueError: if the tokenizer has no token for the beginning or the end of a text.
     """
     start = tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
     if start is None:
@@ -207,13 +185,7 @@ def _said(logits: Tensor, labels: Tensor) -> list[float]:
 def rescored(
     texts: Texts, scores: Sequence[Sequence[Sequence[float]]], weights: Sequence[float]
 ) -> list[list[tuple[str, float]]]:
-    """Adds more scores to those of the search; gives the texts again, the best sum first.
-
-    Args:
-        texts: of each utterance, with the scores of the search.
-        scores: of each model, for each text of each utterance.
-        weights: of each model.
-    """
+    """Adds more scores to those of the search; gives the texts again, the best sum first."""
     found = []
     for own, *more in zip(texts, *scores, strict=True):
         sums = [sum(map(operator.mul, weights, some)) for some in zip(*more, strict=True)]

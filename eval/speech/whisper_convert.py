@@ -79,11 +79,7 @@ def packaged_folder() -> Path:
 
 
 def read_variables(path: Path) -> dict[str, np.ndarray]:
-    """Reads the arrays of a `model.bin` by name, without aliases.
-
-    Raises:
-        ValueError: if the file is not a Whisper of the known version, or is cut short.
-    """
+    """Reads the arrays of a `model.bin` by name, without aliases."""
     data, at = path.read_bytes(), 0
 
     def number(kind: str) -> int:
@@ -115,11 +111,7 @@ def read_variables(path: Path) -> dict[str, np.ndarray]:
 
 
 def weights_of(variables: dict[str, np.ndarray]) -> dict[str, Tensor]:
-    """Renames the weights as transformers names them, in float32.
-
-    Raises:
-        ValueError: if keys have a bias, which keys of Whisper do not have.
-    """
+    """Renames the weights as transformers names them, in float32."""
     found: dict[str, Tensor] = {}
     for old, array in variables.items():
         if not array.ndim or array.dtype.kind != "f":
@@ -164,11 +156,7 @@ def configuration(variables: dict[str, np.ndarray], weights: dict[str, Tensor], 
 
 
 def convert(folder: Path) -> tuple[WhisperForConditionalGeneration, WhisperProcessor]:
-    """Converts a folder of CTranslate2 to model and processor; only for a model for English alone.
-
-    Raises:
-        ValueError: if a file is missing or cannot be read, or the weights are not exactly those of Whisper.
-    """
+    """Converts a folder of CTranslate2 to model and processor; only for a model for English alone."""
     if missing := [name for name in FILES if not (folder / name).is_file()]:
         raise ValueError(f"expected {', '.join(FILES)} in {folder}, but there is no {missing[0]}")
     variables = read_variables(folder / "model.bin")

@@ -18,17 +18,7 @@ Row = dict[str, Any]
 
 
 def interval(errors: Sequence[int], words: Sequence[int], speakers: Sequence[str], seed: int = 0) -> list[float]:
-    """Computes the 95 % bootstrap interval of sum(errors) / sum(words), drawing speakers with replacement.
-
-    Args:
-        errors: of each piece; differences may be negative.
-        words: of each piece.
-        speakers: of each piece.
-        seed: of the 9,999 draws.
-
-    Returns:
-        Lowest and highest; NaN for one speaker.
-    """
+    """Computes the 95 % bootstrap interval of sum(errors) / sum(words), drawing speakers; NaN for one speaker."""
     own = sorted(set(speakers))
     if len(own) < 2:
         return [float("nan")] * 2
@@ -48,14 +38,7 @@ def row(
     speakers: Sequence[str],
     heads: Sequence[float] = (),
 ) -> Row:
-    """Makes a row of the table: error rates as fractions, with their intervals, and the errors of each piece.
-
-    Args:
-        variant: the attention; None is exact attention.
-        edits: of `edits_of`.
-        exact, words, speakers: errors with exact attention, number of words, and speaker of each piece.
-        heads: relative error of the attention output of each head.
-    """
+    """Makes a row of the table: error rates as fractions, with their intervals, and the errors of each piece."""
     errors = edits["errors_of_pieces"]
     difference = [own - other for own, other in zip(errors, exact, strict=True)]
     return {

@@ -87,15 +87,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 @dataclass(frozen=True)
 class Trial:
-    """One contender prepared for one length.
-
-    Attributes:
-        check: says what is wrong with its result, None if nothing is, and gives the errors.
-        call: the pass that is timed.
-        peak: gives peak bytes of a pass; None if they are not measured.
-        ready: runs before each sample and is not timed.
-        tokens: number of tokens of a pass, for tokens per second.
-    """
+    """One contender prepared for one length."""
 
     check: Callable[[], tuple[str | None, dict[str, Any] | None]]
     call: Callable[[], object]

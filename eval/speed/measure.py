@@ -43,11 +43,7 @@ def record(call: Callable[[], tuple[Tensor, ...]]) -> tuple[torch.cuda.CUDAGraph
 
 
 class Recorded:
-    """A call that is recorded as a CUDA graph the first time and then replayed, so that only the device's time counts.
-
-    Raises:
-        RuntimeError: if a replay differs from the call by more than 1 % of the norm of a result.
-    """
+    """A call, recorded as a CUDA graph the first time and then replayed, so that only the device's time counts."""
 
     def __init__(self, call: Callable[[], tuple[Tensor, ...]]) -> None:
         self._call = call
@@ -102,12 +98,6 @@ def interleaved(
     The order rotates by one in each round. A slow call takes part in fewer rounds: it gets about `seconds_per_cell`
     seconds, but at least one sample. A call that raises an exception is left out from then on; the exception is its
     result.
-
-    Args:
-        entries: the calls by name.
-        device: "cpu" or "cuda".
-        repeats: greatest number of samples.
-        seconds_per_cell: time of each call.
     """
     plans = {}
     for name, entry in entries.items():
@@ -140,11 +130,6 @@ def predict(history: Mapping[int, float], length: int, exponent: int) -> float |
 
     The time grows as it did between the last two lengths, at least linearly and at most with power 2.5. If there is
     only one shorter length, it grows with power `exponent`.
-
-    Args:
-        history: seconds by length.
-        length: the length.
-        exponent: power of the length.
     """
     known = sorted(done for done in history if done < length)
     if not known:

@@ -113,16 +113,7 @@ class Method:
 
 
 def select(groups: Sequence[str], families: Sequence[str], device: str) -> list[Method]:
-    """Lists the methods of some of `GROUPS`, one per family and SDPA backend, even if they cannot run on this machine.
-
-    Args:
-        groups: names of groups.
-        families: families of `favor_attention`, with options as in `favor_method`.
-        device: "cpu" or "cuda".
-
-    Raises:
-        ValueError: for an unknown family.
-    """
+    """Lists the methods of some `GROUPS`, one per family and SDPA backend, even if they cannot run here."""
     backends = SDPA if device == "cuda" else ("flash", "math")
     names = {"favor": families, "sdpa": backends, "eager": [""], "performer": [""]}
     found = [f"{group}:{name}".rstrip(":") for group in GROUPS if group in groups for name in names[group]]
@@ -148,9 +139,6 @@ def favor_method(name: str) -> Method:
 
     The name wderf@128 means wderf with exact blocks of 128 tokens, landmark+256 means landmarks with 256 selected keys,
     and landmark alone those with as many as is the default.
-
-    Raises:
-        ValueError: for another name.
     """
     first, at, window = name.partition("@")
     first, plus, keys = first.partition("+")
@@ -254,12 +242,7 @@ def peak_of(name: str, cell: Cell) -> int:
 
 @dataclass(frozen=True)
 class Model:
-    """A whole model up to its last hidden state: a head over a vocabulary would take more time than the attention.
-
-    Attributes:
-        module: a transformers model in evaluation mode, without dropout.
-        num_features, seed: options of the FAVOR backends.
-    """
+    """A whole model up to its last hidden state: a head over a vocabulary would take more time than the attention."""
 
     module: Any
     num_features: int
@@ -308,11 +291,6 @@ class Model:
 
         Wrong are: another backend, a result of FAVOR that equals that of SDPA, and numbers that are not finite. The
         cells of attention, not this function, check results against float64.
-
-        Args:
-            backend: the backend to run.
-            tokens: `[B, L]`.
-            slope: gradient of the last hidden state; None for no backward pass.
         """
         self.use(backend)
         implementation = self.module.config._attn_implementation

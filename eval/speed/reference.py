@@ -55,11 +55,6 @@ class Sample:
 
         Half of the rows grow by powers from row 0 on, where an error in causality is largest; the others are spread
         over the length.
-
-        Args:
-            query, key, value: `[B, H, L, d]`.
-            causal: row i sees keys 0 ... i.
-            seed: draws head and rows.
         """
         generator = torch.Generator().manual_seed(seed)
         batch, heads, length = query.shape[:3]
@@ -139,10 +134,6 @@ def performer(sample: Sample, projection: Tensor) -> Tensor:
 
     A feature is M^-1/2 (exp(p.x - |x|^2/2 - top) + 1e-4), with x = d^-1/4 times the token and `top` the largest p.x of
     the row for queries, of the whole head for keys. Its causal form adds 1e-6 to each sum of key features.
-
-    Args:
-        sample: the rows.
-        projection: rows p, `[M, d]`.
     """
     projection, root = projection.double(), sample.query.shape[-1] ** -0.25
     x, y = sample.query * root, sample.key * root
@@ -168,12 +159,7 @@ def _by_blocks(weights: Callable[[Tensor], Tensor], keys: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Check:
-    """Outcome of a check.
-
-    Attributes:
-        errors: relative errors by name: "output", and with a backward pass "query", "key", "value".
-        tolerance: the largest error allowed; twice as much for gradients.
-    """
+    """Outcome of a check."""
 
     errors: dict[str, float]
     tolerance: float
@@ -205,14 +191,6 @@ def compare(
 
     The error of the output is that of the worst row, |found - expected| / |expected|. The error of a gradient is that
     of the worst sixteenth of the length. Every gradient outside of the sampled head must be zero.
-
-    Args:
-        attend: the function to check, `(query, key, value) -> [B, H, L, dv]`.
-        formula: gives the right output.
-        query, key, value: the inputs; gradients are compared if they require them.
-        causal: direction of the cell.
-        tolerance: largest relative error of the output; gradients may have twice that.
-        seed: draws the rows and the output gradient.
     """
     sample = Sample.draw(query, key, value, causal=causal, seed=seed)
     place = (sample.batch, sample.head)

@@ -166,16 +166,7 @@ def write(
     folder: Path,
     name: str,
 ) -> list[str]:
-    """Writes name.json, name.md and name.png into the folder; returns the lines of name.md but the last ones.
-
-    Args:
-        results: every cell, also skipped ones.
-        notes: lines about skipped or failed cells, with reasons.
-        explanation: lines that explain the numbers.
-        context: title, command, machine, versions, settings; all of it goes to JSON.
-        folder: of the files; it is made if needed.
-        name: name of the files.
-    """
+    """Writes name.json, name.md and name.png into the folder; returns the lines of name.md but the last ones."""
     crosses = compare(results)
     lines = [f"# {context['title']}", "", *table_lines(results)]
     if crosses:

@@ -130,6 +130,7 @@ def test_a_cell_without_memory_is_reported_and_the_others_go_on(monkeypatch, tmp
     assert "random weights" in text
     assert content["command"] in text
     assert content["command"].startswith("python -m favor.eval.long_form --preset tiny")
+    assert "--output_dir" not in content["command"]
     assert str(tmp_path) not in text + json.dumps(content)
     assert (tmp_path / "tiny.png").read_bytes().startswith(b"\x89PNG")
     assert code == 1  # as slow as sdpa here
