@@ -108,18 +108,13 @@ def test_words_of_pieces_have_the_frames_of_their_tokens(trained):
         assert "".join(one["char"] for one in found.char_offsets) == found.text == text
         assert [one["word"] for one in found.word_offsets] == text.split()
         assert [[one["start_offset"], one["end_offset"]] for one in found.word_offsets] == expected
-
-
-def test_offsets_of_nothing(trained):
-    tokenizer, _, _ = trained
     asked = {"output_char_offsets": True, "output_word_offsets": True}
     for ids in ([], [0, 0]):
         found = tokenizer.decode(ids, **asked)
         assert (found.text, found.char_offsets, found.word_offsets) == ("", [], [])
-    ids = [2, 2, 0, 4]
-    assert [one["start_offset"] for one in tokenizer.decode(ids, **asked).char_offsets] == [0, 3]
-    skipped = tokenizer.decode(ids, skip_special_tokens=True, **asked)
-    assert [one["start_offset"] for one in skipped.char_offsets] == [3]
+    for skip, places in ((False, [0, 3]), (True, [3])):
+        found = tokenizer.decode([2, 2, 0, 4], skip_special_tokens=skip, **asked)
+        assert [one["start_offset"] for one in found.char_offsets] == places
 
 
 def test_saved_and_loaded(trained, tmp_path):
