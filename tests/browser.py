@@ -1,6 +1,5 @@
-"""A page in headless Chromium, with pointer, keys and pictures, by Chromium's own protocol over two pipes."""
+"""A page in headless Chromium, with pointer and keys, by Chromium's own protocol over two pipes."""
 
-import base64
 import json
 import os
 import shutil
@@ -15,15 +14,10 @@ CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", 
 FLAGS = ["--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--remote-debugging-pipe"]
 # Chromium reads commands from descriptor 3 and writes answers to 4.
 START = "import os, sys; [os.dup2(int(sys.argv[i]), i + 2) for i in (1, 2)]; os.execv(sys.argv[3], sys.argv[3:])"
-DOMAINS = ("Page", "Runtime", "Log", "Network")
 
 
 class Page:
-    """One page.
-
-    Attributes:
-        problems: errors and warnings of the console, exceptions, and network addresses that the page requested.
-    """
+    """One page; `problems` are errors and warnings, exceptions, and network addresses that the page requested."""
 
     def __init__(self, commands: IO[bytes], answers: IO[bytes]) -> None:
         self._commands, self._answers = commands, answers
@@ -31,7 +25,7 @@ class Page:
         self.problems: list[str] = []
         target = self.call("Target.createTarget", url="about:blank")["targetId"]
         self._session = {"sessionId": self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]}
-        for domain in DOMAINS:
+        for domain in ("Page", "Runtime", "Log", "Network"):
             self.call(f"{domain}.enable")
 
     def call(self, method: str, **parameters: Any) -> dict[str, Any]:
@@ -75,10 +69,6 @@ class Page:
         self.call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False)
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self.call("Emulation.setEmulatedMedia", features=[scheme])
-
-    def picture(self, path: Path) -> None:
-        """Writes the visible page as a PNG file."""
-        path.write_bytes(base64.b64decode(self.call("Page.captureScreenshot", format="png")["data"]))
 
     def _next(self) -> dict[str, Any]:
         while b"\0" not in self._rest:

@@ -70,10 +70,7 @@ def run(*command: object) -> str:
 
 
 def fork(module: str, *words: object, processes: int = 1) -> str:
-    """Runs `python -m module words` in a forked process, or in several that train together; returns their output.
-
-    The exit code of all processes must be 0.
-    """
+    """Runs `python -m module words` in forked processes, which must end with code 0; returns their output."""
     with tempfile.TemporaryDirectory() as folder:
         logs = [Path(folder) / f"{rank}.txt" for rank in range(processes)]
         started = start(module, words, logs)
@@ -85,7 +82,9 @@ def fork(module: str, *words: object, processes: int = 1) -> str:
 
 def start(module: str, words: Sequence[object], logs: Sequence[Path]) -> list[multiprocessing.Process]:
     """Starts one forked process per log; several get the environment that `accelerate launch` gives to processes."""
-    port = free_port()
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
     started = []
     for rank, log in enumerate(logs):
         environment = {}
@@ -129,13 +128,6 @@ def wait(processes: Sequence[multiprocessing.Process]) -> None:
             return
 
 
-def free_port() -> int:
-    """Finds a free port of this machine."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
-
-
 def isolated_here(limit: float | None, threads: int, task: Callable, *arguments: object) -> object:
     """A replacement of `isolated` that calls the task in this process, with copies of all that would go to another."""
     task, arguments = pickle.loads(pickle.dumps((task, arguments)))
@@ -162,15 +154,10 @@ def kill_after(step: int, folder: Path, module: str, *words: object) -> None:
     with tempfile.TemporaryDirectory() as logs:
         (process,) = start(module, words, [Path(logs) / "log.txt"])
         deadline = time.monotonic() + 120
-        while last_step(folder) < step:
+        while max((int(path.name.split("-")[1]) for path in folder.glob("checkpoint-*")), default=0) < step:
             assert process.exitcode is None, "the run ended before it could be killed"
             assert time.monotonic() < deadline
             time.sleep(0.002)
         os.killpg(process.pid, signal.SIGKILL)
         process.join()
     assert not (folder / "all_results.json").exists()
-
-
-def last_step(folder: Path) -> int:
-    """Gives the step of the newest checkpoint in a folder, 0 if there is none."""
-    return max((int(path.name.split("-")[1]) for path in folder.glob("checkpoint-*")), default=0)

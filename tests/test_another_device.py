@@ -1,5 +1,7 @@
 """What runs on a GPU, on a stand-in for one: the same numbers, and few readings, each of which would stall it."""
 
+from functools import partial
+
 import pytest
 import torch
 from elsewhere import Elsewhere, another_device, move
@@ -66,13 +68,11 @@ def test_attention(name, is_causal, layout):
         out.backward(slope.to(device))
         return [out.detach(), *(leaf.grad for leaf in leaves)]
 
-    expected = run("cpu")
-    with another_device() as device:
-        found = run("meta")
+    expected, found, reads = both(run)
     for there, here in zip(found, expected, strict=True):
         close(there, here, 1e-12)
     has_blocks = bool(number) or features == "landmark"
-    assert device.reads <= (block_reads if has_blocks else plain_reads)
+    assert reads <= (block_reads if has_blocks else plain_reads)
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
@@ -96,6 +96,14 @@ HEAR = torch.arange(160) < torch.tensor([[160], [120]])
 
 
 SIZES = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 16}
+
+
+def both(run):
+    """What a function of the device gives on the CPU, and on the other device with the number of its readings."""
+    expected = run("cpu")
+    with another_device() as device:
+        found = run("meta")
+    return expected, found, device.reads
 
 
 def bert(backend, **options):
@@ -222,26 +230,20 @@ def test_transducer_loss():
         loss.backward()
         return loss.detach(), leaf.grad
 
-    expected = run("cpu")
-    with another_device():
-        found = run("meta")
+    expected, found, _ = both(run)
     for there, here in zip(found, expected, strict=True):
         close(there, here, 1e-12)
 
 
 OPTIMIZERS = {
-    **{
-        f"SoftmaxBound {name}": lambda head, name=name: SoftmaxBound(head, curvature=name)
-        for name in ("bohning", "diag", "block", "kfac", "exact", "geometric")
-    },
-    **{
-        f"BBM {name}": lambda head, name=name: BBM(head, curvature=name, weight_decay=0.1)
-        for name in ("exact", "bohning", "spectral", "block", "diag", "kfac")
-    },
+    **{f"SoftmaxBound {name}": partial(SoftmaxBound, curvature=name) for name in ("bohning", "exact", "geometric")},
+    **{f"SoftmaxBound {name}": partial(SoftmaxBound, curvature=name) for name in ("diag", "block", "kfac")},
+    **{f"BBM {name}": partial(BBM, curvature=name, weight_decay=0.1) for name in ("exact", "bohning", "spectral")},
+    **{f"BBM {name}": partial(BBM, curvature=name, weight_decay=0.1) for name in ("block", "diag", "kfac")},
     "SBM": lambda head: SBM(head, 30, weight_decay=0.1),
-    "SPFB": lambda head: SPFB(head, lr=0.3, weight_decay=0.1),
-    "ProxBoundSGD": lambda head: ProxBoundSGD(head, lr=0.3, weight_decay=0.1),
-    "LSPFB": lambda head: LSPFB(head, weight_decay=0.1, rank=2),
+    "SPFB": partial(SPFB, lr=0.3, weight_decay=0.1),
+    "ProxBoundSGD": partial(ProxBoundSGD, lr=0.3, weight_decay=0.1),
+    "LSPFB": partial(LSPFB, weight_decay=0.1, rank=2),
 }
 
 
@@ -268,7 +270,5 @@ def test_optimizers(name):
             optimizer.step(closure)
         return head.weight.detach()
 
-    expected = train("cpu")
-    with another_device():
-        found = train("meta")
+    expected, found, _ = both(train)
     close(found, expected, 1e-9)

@@ -29,23 +29,18 @@ FOLDERS = {
 }
 
 
-def load(name):
+@pytest.mark.parametrize("name", FOLDERS)
+def test_a_checkpoint_of_the_first_version_gives_what_it_gave_and_is_written_as_it_was(name, tmp_path):
+    assert {path.name for path in ROOT.iterdir() if (path / "config.json").exists()} == set(FOLDERS)
     auto, backend = FOLDERS[name]
     options = {} if backend is None else {"attn_implementation": backend}
     model, info = auto.from_pretrained(ROOT / name, output_loading_info=True, **options)
     assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
-    return model.eval()
-
-
-def test_every_folder_is_loaded():
-    assert {path.name for path in ROOT.iterdir() if (path / "config.json").exists()} == set(FOLDERS)
-
-
-@pytest.mark.parametrize("name", FOLDERS)
-def test_a_checkpoint_of_the_first_version_gives_what_it_gave(name):
-    expected = load_file(ROOT / name / "outputs.safetensors")
-    inputs = load_file(ROOT / name / "inputs.safetensors")
-    model = load(name)
+    model.eval().save_pretrained(tmp_path)
+    before, after = (load_file(folder / "model.safetensors") for folder in (ROOT / name, tmp_path))
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[key], after[key]) for key in before)
+    expected, inputs = (load_file(ROOT / name / f"{part}.safetensors") for part in ("outputs", "inputs"))
     with torch.no_grad():
         found = {"0": model(**inputs)[0]}
         if "pieces" in expected:
@@ -56,11 +51,3 @@ def test_a_checkpoint_of_the_first_version_gives_what_it_gave(name):
     for key, tensor in expected.items():
         # Bit for bit on the processor that wrote them; others round otherwise.
         torch.testing.assert_close(found[key], tensor, rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.parametrize("name", FOLDERS)
-def test_it_is_written_again_as_it_was(name, tmp_path):
-    load(name).save_pretrained(tmp_path)
-    before, after = (load_file(folder / "model.safetensors") for folder in (ROOT / name, tmp_path))
-    assert before.keys() == after.keys()
-    assert all(torch.equal(before[key], after[key]) for key in before)

@@ -55,23 +55,15 @@ def test_a_table_of_speeds_has_the_numbers_of_its_file():
     wanted = ("bidirectional, forward", "favor:landmark+256", 16384)
     cell = next(cell for cell in cells if (cell["panel"], cell["method"], cell["length"]) == wanted)
     assert float(shown) == pytest.approx(cell["speedup"], rel=0.01)
-
-
-def test_a_panel_that_is_not_there_is_an_error():
     with pytest.raises(ValueError, match="no panel"):
         tables.speed("speed_landmark_cpu | sideways")
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_comments_are_known_and_give_something(page):
+def test_comments_give_something_and_names_of_tests_and_of_the_package_exist(page):
     text = page.read_text()
     assert text.count("<!--") == len(tables.COMMENT.findall(text))
     assert "<!--" not in tables.made(text)
-
-
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_names_of_tests_and_of_the_package_exist(page):
-    text = page.read_text()
     for path, name in re.findall(r"`(tests/[\w/]+\.py)(?:::(\w+))?`", text):
         assert f"def {name}(" in (ROOT / path).read_text() if name else (ROOT / path).exists(), f"{path}::{name}"
     for name in re.findall(r"`favor\.((?:features|optim|decomposition|landmark)\.\w+(?:\.\w+)?)`", text):

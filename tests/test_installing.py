@@ -121,40 +121,37 @@ def test_a_missing_package_is_named_with_its_extra(without, missing, module, ext
     assert f'pip install "favor[{extra}]"' in message
 
 
-@pytest.mark.parametrize("part", ["models", "train", "eval"])
-def test_parts_of_two_checkouts_do_not_mix(part, tmp_path):
-    """Layouts made of the files that check, without the rest: a checkout, a wheel, and two checkouts on one path."""
-
-    def copy(home: Path, folder: Path) -> None:
-        for source, target in (
-            ("favor/_parts.py", home / "_parts.py"),
-            (f"{part}/__init__.py", folder / "__init__.py"),
-        ):
-            target.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy(ROOT / source, target)
-        (home / "__init__.py").touch()
-        for zoo in ("bert", "conformer", "whisper_ctc"):
-            (folder / f"{zoo}.py").touch()
-
-    copy(tmp_path / "one" / "favor", tmp_path / "one" / part)
-    copy(tmp_path / "other" / "favor", tmp_path / "other" / part)
-    copy(tmp_path / "wheel" / "favor", tmp_path / "wheel" / "favor" / part)
-    text = """
-import sys
-home, parts = sys.argv[1:3]
+MIXED = """
+import importlib, sys
+home, parts, part = sys.argv[1:]
 sys.meta_path = [finder for finder in sys.meta_path if "editable" not in str(finder).lower()]
 sys.path.insert(0, home)
 import favor
 favor.__path__ = [*favor.__path__, parts]
 try:
-    import favor.PART
+    importlib.import_module(f"favor.{part}")
 except ImportError as error:
     print(error)
-""".replace("PART", part)
+"""
+
+
+@pytest.mark.parametrize("part", ["models", "train", "eval"])
+def test_parts_of_two_checkouts_do_not_mix(part, tmp_path):
+    """Layouts made of the files that check, without the rest: a checkout, a wheel, and two checkouts on one path."""
     one, other, wheel = (tmp_path / name for name in ("one", "other", "wheel"))
-    assert run("-c", text, one, one) == ""
-    assert run("-c", text, wheel, wheel / "favor") == ""
-    message = run("-c", text, one, other)
+    for home, folder in ((one, one / part), (other, other / part), (wheel, wheel / "favor" / part)):
+        (home / "favor").mkdir(parents=True)
+        folder.mkdir()
+        shutil.copy(ROOT / "favor/_parts.py", home / "favor")
+        shutil.copy(ROOT / part / "__init__.py", folder)
+        for empty in (
+            home / "favor/__init__.py",
+            *(folder / f"{zoo}.py" for zoo in ("bert", "conformer", "whisper_ctc")),
+        ):
+            empty.touch()
+    assert run("-c", MIXED, one, one, part) == ""
+    assert run("-c", MIXED, wheel, wheel / "favor", part) == ""
+    message = run("-c", MIXED, one, other, part)
     assert str(one / "favor") in message
     assert str(other / part) in message
     assert "two checkouts" in message

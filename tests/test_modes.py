@@ -146,7 +146,4 @@ def test_the_packages_switch_modes_in_one_place():
                 and node.func.attr in ("eval", "train")
             ):
                 found.add((path.name, ast.unparse(node.func)))
-    assert found == {
-        ("modules.py", "model.eval"),
-        ("tokenizer.py", "sentencepiece.SentencePieceTrainer.train"),
-    }
+    assert found == {("modules.py", "model.eval"), ("tokenizer.py", "sentencepiece.SentencePieceTrainer.train")}

@@ -1,15 +1,40 @@
-"""README fits a screen and its examples run; links in all pages lead somewhere."""
+"""README fits a screen; its examples and the recipes run as printed; links in all pages lead somewhere."""
 
+import contextlib
+import io
+import logging
 import re
 from pathlib import Path
 
 import pytest
-from pages import FENCED, run_page
+import torch
+import transformers
+from torch._inductor.config import patch
 
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
 PAGES = [README, *sorted((ROOT / "docs").rglob("*.md"))]
+RECIPES = [page for page in PAGES if page.parent.name == "recipes"]
+OPTIONAL = ("accelerate", "onnxruntime", "onnxscript", "peft", "sentence_transformers", "torchao")
+FENCED = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 OTHERS = [page for folder in ("eval/results", "favor", "models") for page in sorted((ROOT / folder).rglob("*.md"))]
+
+
+def run_page(page: Path) -> int:
+    """Runs the blocks in order, in one namespace, and returns how many outputs were compared."""
+    names: dict[str, object] = {}
+    compared = 0
+    blocks = FENCED.findall(page.read_text())
+    for (language, code), (following, shown) in zip(blocks, [*blocks[1:], ("", "")], strict=True):
+        if language != "python":
+            continue
+        printed = io.StringIO()
+        with contextlib.redirect_stdout(printed):
+            exec(compile(code, page.name, "exec"), names)
+        if following == "text":
+            assert [line.rstrip() for line in printed.getvalue().splitlines()] == shown.splitlines(), code
+            compared += 1
+    return compared
 
 
 def anchors(page: Path) -> set[str]:
@@ -54,3 +79,26 @@ def test_readme_runs_and_prints_what_it_shows(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     assert run_page(README) > 0
+
+
+@pytest.mark.filterwarnings("ignore")  # of the libraries
+@pytest.mark.parametrize("page", RECIPES, ids=lambda page: page.stem)
+def test_recipe(page, tmp_path, monkeypatch):
+    imported = set(re.findall(r"^(?:import|from) (\w+)", page.read_text(), re.MULTILINE))
+    for package in (*OPTIONAL[:1], *imported & {*OPTIONAL}):
+        pytest.importorskip(package)
+    if page.stem == "compile" and " " in f"{torch.__file__}{tmp_path}":
+        pytest.skip("torch.compile calls a C++ compiler, and does not quote paths with spaces")
+    monkeypatch.chdir(tmp_path)
+    torch.manual_seed(0)
+    verbosity = transformers.logging.get_verbosity()
+    try:
+        with patch(compile_threads=1):  # more would be processes that import torch first
+            assert run_page(page) > 0
+    finally:
+        transformers.logging.set_verbosity(verbosity)
+        logging.getLogger("sentence_transformers").setLevel(logging.NOTSET)
+
+
+def test_there_are_recipes():
+    assert len(RECIPES) >= 7

@@ -132,15 +132,6 @@ def test_a_tokenizer_of_bytes_needs_no_other_file(tmp_path):
     assert found.decode(found("é")["input_ids"], skip_special_tokens=True) == "é"
 
 
-@pytest.mark.parametrize("damaged", ["{", "[]", "{}"])
-def test_a_damaged_tokenizer_is_refused(damaged, bert_folder, tmp_path):
-    shutil.copytree(bert_folder, tmp_path, dirs_exist_ok=True)
-    (tmp_path / "tokenizer.json").write_text(damaged)
-    with pytest.raises(ValueError, match="cannot be loaded, a file is missing or damaged") as error:
-        load_processor(str(tmp_path))
-    assert str(tmp_path) in one_line(error.value)
-
-
 @pytest.mark.parametrize(
     ("vocab_size", "added", "message"),
     [
@@ -208,40 +199,44 @@ def test_a_config_without_architectures_names_the_model_without_a_head():
     assert model_class(ConformerConfig()).__name__ == "ConformerModel"
 
 
-@pytest.mark.parametrize("damaged", [b"", b"{", b"[]", b"null", b"\xff{}", b"[" * 200_000])
-def test_a_damaged_config_is_named(damaged, tmp_path):
-    (tmp_path / "config.json").write_bytes(damaged)
-    with pytest.raises(ValueError, match=r"config\.json is damaged") as error:
-        load_exact(str(tmp_path))
-    assert str(tmp_path) in one_line(error.value)
+WEIGHTS = "model.safetensors"
 
 
 @pytest.mark.parametrize(
-    "change",
+    ("file", "content", "message"),
     [
-        *({"hidden_size": "a"}, {"hidden_act": "x"}, {"vocab_size": 40}, {"id2label": 3}, {"model_type": "x"}),
+        *(("tokenizer.json", text, "cannot be loaded, a file is missing or damaged") for text in (b"{", b"[]", b"{}")),
+        *(
+            ("config.json", text, r"config\.json is damaged")
+            for text in (b"", b"[]", b"null", b"\xff{}", b"[" * 200_000)
+        ),
+        *((WEIGHTS, text, "model.safetensors is damaged") for text in (b"", b"x" * 99)),
+        (f"{WEIGHTS}.index.json", b'{"weight', "model.safetensors.index.json is damaged"),
+        *(
+            ("config.json", change, r"cannot be (used|loaded): \S")
+            for change in (
+                {"hidden_size": "a"},
+                {"hidden_act": "x"},
+                {"vocab_size": 40},
+                {"id2label": 3},
+                {"model_type": "x"},
+            )
+        ),
     ],
 )
-def test_a_config_that_fits_no_model_or_no_weights_is_one_line(change, bert_folder, tmp_path):
+def test_what_is_damaged_is_named(file, content, message, bert_folder, tmp_path):
     shutil.copytree(bert_folder, tmp_path, dirs_exist_ok=True)
-    config = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps(config | change))
-    with pytest.raises(ValueError, match=rf"{tmp_path} cannot be (used|loaded): \S") as error:
-        load_exact(str(tmp_path))
-    one_line(error.value)
-
-
-@pytest.mark.parametrize(
-    ("file", "damaged"),
-    [("model.safetensors", b""), ("model.safetensors", b"x" * 99), ("model.safetensors.index.json", b'{"weight')],
-)
-def test_damaged_weights_are_named(file, damaged, bert_folder, tmp_path):
-    shutil.copytree(bert_folder, tmp_path, dirs_exist_ok=True)
-    (tmp_path / "model.safetensors").unlink()
-    (tmp_path / file).write_bytes(damaged)
-    with pytest.raises(ValueError, match=f"{file} is damaged") as error:
-        load_model(BertModel, str(tmp_path))
-    assert str(tmp_path / file) in one_line(error.value)
+    if isinstance(content, dict):  # that fits no model or no weights
+        content = json.dumps(json.loads((tmp_path / file).read_text()) | content).encode()
+    if file.startswith(WEIGHTS):
+        (tmp_path / WEIGHTS).unlink()
+    (tmp_path / file).write_bytes(content)
+    load = {"tokenizer.json": load_processor, "config.json": load_exact}.get(
+        file, lambda own: load_model(BertModel, own)
+    )
+    with pytest.raises(ValueError, match=message) as error:
+        load(str(tmp_path))
+    assert str(tmp_path) in one_line(error.value)
 
 
 TEXT, GLUE, OUT = "{text}", "{glue}", "{out}"
@@ -261,40 +256,36 @@ PROGRAMS = {
 }
 
 
-def no_tokenizer(folder):
-    for path in folder.glob("tokenizer*"):
-        path.unlink()
-    return r"holds no tokenizer|the tokenizer of .* cannot be loaded"
+HARMS = {
+    "tokenizer": ("tokenizer*", r"holds no tokenizer|the tokenizer of .* cannot be loaded"),
+    "weights": (WEIGHTS, r"model\.safetensors is damaged"),
+    "config": ("config.json", r"config\.json is damaged"),
+}
+NOT_READ = [("check", "tokenizer"), ("check", "weights"), ("convert", "tokenizer")]
 
 
-def cut_weights(folder):
-    file = folder / "model.safetensors"
-    file.write_bytes(file.read_bytes()[:-100])
-    return r"model\.safetensors is damaged"
+def call(name, folder, **places):
+    program, words = PROGRAMS[name]
+    given = [word.format(**places) for word in words]
+    given[1 if words[0].startswith("--") else 0 : 1] = [str(folder)]
+    program.main(given)
 
 
-def cut_config(folder):
-    file = folder / "config.json"
-    file.write_bytes(file.read_bytes()[:-100])
-    return r"config\.json is damaged"
-
-
-HARMS = [(name, harm) for name in PROGRAMS for harm in (no_tokenizer, cut_weights, cut_config)]
-NOT_READ = [("check", no_tokenizer), ("check", cut_weights), ("convert", no_tokenizer)]
-
-
-@pytest.mark.parametrize(("name", "harm"), [case for case in HARMS if case not in NOT_READ])
+@pytest.mark.parametrize(
+    ("name", "harm"), [(name, harm) for name in PROGRAMS for harm in HARMS if (name, harm) not in NOT_READ]
+)
 def test_every_program_refuses_a_folder_that_is_not_whole(
     name, harm, bert_folder, decoder_folder, text, glue_folder, tmp_path
 ):
-    program, words = PROGRAMS[name]
-    folder = tmp_path / "model"
+    folder, (files, message) = tmp_path / "model", HARMS[harm]
     shutil.copytree(decoder_folder if name in ("clm", "perplexity", "needle") else bert_folder, folder)
-    message = harm(folder)
-    given = [word.format(text=text, glue=glue_folder, out=tmp_path / "out") for word in words]
-    given[1 if words[0].startswith("--") else 0 : 1] = [str(folder)]
+    for file in folder.glob(files):
+        cut = file.read_bytes()[:-100]
+        file.unlink()
+        if harm != "tokenizer":
+            file.write_bytes(cut)
     with pytest.raises(ValueError, match=message) as error:
-        program.main(given)
+        call(name, folder, text=text, glue=glue_folder, out=tmp_path / "out")
     assert str(folder) in one_line(error.value)
     assert not list((tmp_path / "out").glob("*token*"))
 
@@ -307,12 +298,9 @@ def test_programs_refuse_texts_that_the_tokenizer_does_not_know(name, bert_folde
     (tmp_path / "SST-2").mkdir()
     for split in ("train", "dev"):
         (tmp_path / "SST-2" / f"{split}.tsv").write_text("sentence\tlabel\nzwölf jagen viktor\t1\n quer über\t0\n")
-    program, words = PROGRAMS[name]
     folder = decoder_folder if name in ("perplexity", "needle") else bert_folder
-    given = [word.format(text=text, glue=tmp_path, out=tmp_path / "out") for word in words]
-    given[1 if words[0].startswith("--") else 0 : 1] = [str(folder)]
     with pytest.raises(ValueError, match=r"\d+% of the tokens of .* are \[UNK\]"):
-        program.main(given)
+        call(name, folder, text=text, glue=tmp_path, out=tmp_path / "out")
 
 
 def test_the_line_of_convert_loads_models_of_the_zoo(bert_folder, tmp_path, capsys):

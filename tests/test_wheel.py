@@ -12,8 +12,7 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
-from pages import FENCED
-from test_readme import README
+from test_readme import FENCED, README
 
 ROOT = Path(__file__).parent.parent
 SOURCES = ("favor", "models", "train", "eval", "scripts/command")

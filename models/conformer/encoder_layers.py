@@ -89,10 +89,7 @@ class ConformerAttention(LasrEncoderAttention):
         chunks: Chunks | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        """Computes attention of whole recordings `[B, T, C]`; arguments as of `ConformerBlock`.
-
-        The mask of exact attention has the chunks in it.
-        """
+        """Computes attention of whole recordings `[B, T, C]`; arguments as of `ConformerBlock`."""
         if chunks is None or self.config._attn_implementation not in registry.BACKENDS:
             found: Any = super().forward(hidden_states, position_embeddings, attention_mask, **kwargs)
             return found
@@ -107,10 +104,7 @@ class ConformerAttention(LasrEncoderAttention):
         real: Tensor | None = None,
         chunks: Chunks | None = None,
     ) -> Tensor:
-        """Computes attention of the next frames `[B, T, C]` to themselves, or their chunk, and all before them.
-
-        The state, of the batch or of each row, is changed in place; other arguments as of `ConformerBlock`.
-        """
+        """Computes attention of the next frames `[B, T, C]` to themselves, or their chunk, and all before them."""
         query, key, value = self._heads(hidden_states, position_embeddings)
         if not isinstance(state, list):
             return self.o_proj(self._attend(query, key, value, state, real, chunks).flatten(2))
@@ -189,17 +183,7 @@ class ConformerBlock(LasrEncoderBlock):
         chunks: Chunks | None = None,
         **kwargs: Any,
     ) -> Tensor:
-        """Runs one layer on frames.
-
-        Args:
-            hidden_states: `[B, T, C]`.
-            attention_mask: for the attention backend.
-            position_embeddings: cosines and sines `[1, T, head_dim]`, or `[B, T, head_dim]` for a batch of streams.
-            real: `[B, T]`, False for padding; None if there is none.
-            state: for a model that streams; changed in place. Default None: no stream.
-            chunks: beyond which nothing is seen. Default None: no chunks.
-            **kwargs: for the attention backend.
-        """
+        """Runs one layer on frames."""
         hidden_states = self.half_step(hidden_states, self.norm_feed_forward1, self.feed_forward1)
         normed = self.norm_self_att(hidden_states)
         if state is None:

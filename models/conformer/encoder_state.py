@@ -109,10 +109,7 @@ class EncoderState:
         self.features = features.clone() if self.features is None else torch.cat((self.features, features), dim=1)
 
     def ready(self, encoder: ConformerModel, most: int | None = None) -> int:
-        """Counts the frames that can be computed now: whole chunks, if there are chunks and the audio has not ended.
-
-        With `most` it counts no more, but a whole chunk at least.
-        """
+        """Counts the frames that can be computed now: whole chunks, if there are chunks and the audio has not ended."""
         there = 0 if self.features is None else encoder.subsampled_lengths(self.features.shape[1])
         size = 1 if self.chunks is None else self.chunks.size
         count = there if most is None else min(there, max(most, size))
@@ -154,12 +151,6 @@ def encode(encoder: ConformerModel, states: Sequence[EncoderState], counts: Sequ
     All layers run on the whole batch. Only attention can differ: the states of positive features without a window are
     joined. With other states (exact attention, windows, landmarks) attention runs for each recording alone, because
     each recording is at another place of its blocks. So does the first piece, if none of the states has any frames yet.
-
-    Args:
-        encoder: in evaluation mode, causal unless the states have chunks, which are then those of the first state.
-        states: with at least one complete frame each. The states of the layers change; `advance` does the rest. A state
-            of several recordings of equal length comes alone.
-        counts: frames to compute for each state, 1 to `ready`.
     """
     width, stride = encoder.config.subsampling_conv_kernel_size, encoder.config.subsampling_conv_stride
     used = [(count - 1) * stride**2 + (width - 1) * (1 + stride) + 1 for count in counts]

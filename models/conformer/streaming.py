@@ -385,14 +385,7 @@ def _run(streams: Sequence[TranscriptStream], ended: dict[int, list[Utterance]])
 
 
 def _search(model: Any, frames: Sequence[Tensor], contexts: Sequence[list[Tensor]]) -> list[Said]:
-    """Finds the tokens of each frame of several recordings in one pass, without blanks.
-
-    Args:
-        model: `ConformerForCTC` or `ConformerForTransducer`.
-        frames: of the encoder, `[n, C]` of each recording.
-        contexts: of each recording: what a Transducer remembers of the tokens before; empty where decoding begins.
-            Changed in place. CTC has none, so that a label that goes on is found in each of its frames.
-    """
+    """Finds the tokens of each frame of several recordings in one pass, without blanks."""
     lengths = [len(piece) for piece in frames]
     hidden = pad_sequence(list(frames), True)
     if hasattr(model, "predict"):

@@ -125,10 +125,7 @@ class GreedyEmissions:
         self.add_path(best.tolist(), best.tolist(), probabilities.tolist())
 
     def add_path(self, states: list[int], labels: list[int], probabilities: list[float]) -> None:
-        """Takes the state, the label and the probability of each of the next frames of any path.
-
-        A token lasts as long as the state, of which several can have one label.
-        """
+        """Takes the state, the label and the probability of each of the next frames of any path."""
         for state, label, probability in zip(states, labels, probabilities, strict=True):
             if state != self._state:
                 self.final += self.open
@@ -163,15 +160,7 @@ def _checked_labels(labels: Tensor, frames: list[int], size: int, blank: int) ->
 
 
 def _viterbi(log_probs: Tensor, frames: Tensor, states: Tensor, last: Tensor, blank: int) -> Tensor:
-    """Finds the most probable path: the place in `states` at each frame, `[B, L]`.
-
-    Args:
-        log_probs: `[B, L, V]`.
-        frames: real ones `[B]`, after which the path stays where it is.
-        states: the label of each state `[B, S]`.
-        last: the last state of each row `[B]`; a path may also end one before.
-        blank: its label.
-    """
+    """Finds the most probable path: the place in `states` at each frame, `[B, L]`."""
     length, rows = log_probs.shape[1], torch.arange(len(states), device=states.device)
     # A blank is skipped between different labels alone: equal ones would become one.
     skips = functional.pad(states[:, 2:] != states[:, :-2], (2, 0))[:, : states.shape[1]]

@@ -168,10 +168,7 @@ def _opened(source: str | Path | bytes, place: str) -> Iterator[tuple[soundfile.
 def _decode(
     stream: soundfile.SoundFile, first: int, wanted: float, most: int, place: str, channels: int | None = None
 ) -> np.ndarray:
-    """Decodes samples `[n]` of a file from the place `first` on, the mean of all channels or the first ones.
-
-    There are at most as many as wanted, and not more than `most`. Memory follows what there is, not the header.
-    """
+    """Decodes samples `[n]` of a file from the place `first` on, the mean of all channels or the first ones."""
     if first:
         stream.seek(first)
     blocks, found, block = [], 0, max(1, BLOCK_SAMPLES // stream.channels)
@@ -270,10 +267,7 @@ def check_call(given: int | None, expected: int, return_attention_mask: bool | N
 
 
 def waveforms(raw: Any, least: int, dither: float = 0.0, generator: torch.Generator | None = None) -> list[Tensor]:
-    """Checks one waveform of floats, `[n]`, or several, `[B, n]` or a list of `[n]`, of at least `least` samples each.
-
-    Gives float32 tensors `[n]`, with Gaussian noise of the standard deviation `dither`.
-    """
+    """Checks one waveform of floats, `[n]`, or several, `[B, n]` or a list, of at least `least` samples; dithers."""
     if isinstance(raw, (list, tuple)) and len(raw) and not np.isscalar(raw[0]) and np.ndim(raw[0]) > 0:
         several = [_tensor(item) for item in raw]
     else:

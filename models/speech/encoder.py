@@ -66,14 +66,7 @@ def frame_counts(encoded: EncoderOutput) -> Tensor:
 
 
 def ctc_loss(logits: Tensor, lengths: Tensor, labels: Tensor, config: Any) -> Tensor:
-    """Computes the CTC loss in float32.
-
-    Args:
-        logits: `[B, L, V]`.
-        lengths: real frames `[B]`.
-        labels: `[B, U]`, padded with -100.
-        config: with `pad_token_id`, the blank, `ctc_loss_reduction` and `ctc_zero_infinity`.
-    """
+    """Computes the CTC loss in float32."""
     counts = (labels != IGNORED).sum(-1)
     # cuDNN and half precision have limits of their own; the plain form takes all lengths.
     with torch.backends.cudnn.flags(enabled=False), torch.autocast(logits.device.type, enabled=False):

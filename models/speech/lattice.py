@@ -163,11 +163,7 @@ def joint_transducer_loss(
 
 
 class Steps(torch.autograd.Function):
-    """Log probabilities of the blank and of the next label at each node, `[2, B, T, U + 1]`; keeps the logits.
-
-    Inputs are logits `[B, T, U + 1, V]`, zeros to fill, ids of labels `[B, U + 1]`, frames and labels per sequence, and
-    the blank.
-    """
+    """Log probabilities of the blank and of the next label at each node, `[2, B, T, U + 1]`; keeps the logits."""
 
     @staticmethod
     def forward(
@@ -270,10 +266,7 @@ class Alignments(torch.autograd.Function):
 
 
 def _ways_to(blank: Tensor, label: Tensor) -> Tensor:
-    """Sums all ways from the first node to each, alpha of eq. 16: `[N + 1, B, W + 1]` for two times `[N, B, W]`.
-
-    Column u + 1 is for u labels; column 0 is -inf.
-    """
+    """Sums all ways from the first node to each, alpha of eq. 16: `[N + 1, B, W + 1]` for two times `[N, B, W]`."""
     steps, batch, width = blank.shape
     ways = blank.new_full((steps + 1, batch, width + 1), -INF)
     ways[0, :, 1] = 0
@@ -334,10 +327,7 @@ def _checked(
     blank: int,
     reduction: str,
 ) -> tuple[list[int], list[int], Tensor, int]:
-    """Gives frames and labels per sequence, targets `[B, U + 1]`, 0 for padding, and the largest id.
-
-    `shape` is B, T, U + 1.
-    """
+    """Gives frames and labels per sequence, targets `[B, U + 1]`, 0 for padding, and the largest id."""
     if reduction not in REDUCTIONS:
         raise ValueError(f"reduction must be one of {', '.join(map(repr, REDUCTIONS))}; got {reduction!r}.")
     batch, frames, width = shape

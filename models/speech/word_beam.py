@@ -103,10 +103,7 @@ class Piece(NamedTuple):
 
 
 class PieceSearch:
-    """Searches a row piece by piece. How the row comes does not matter: pieces depend on their own frames alone.
-
-    There are V labels in the logits; the other arguments are those of `ctc_word_beam`.
-    """
+    """Searches a row piece by piece. How the row comes does not matter: pieces depend on their own frames alone."""
 
     def __init__(
         self, labels: int, scorer: Scorer, beam_size: int | None = None, blank: int = 0, piece: int | None = None
@@ -144,10 +141,7 @@ class PieceSearch:
 
 
 class WordEmissions:
-    """Tokens of the best text of a row whose logits come in parts, with frames as of `ctc_align`.
-
-    Those in `final` can change no more.
-    """
+    """Tokens of the best text of a row whose logits come in parts, with frames as of `ctc_align`."""
 
     def __init__(self, search: PieceSearch) -> None:
         self._search = search
@@ -188,10 +182,7 @@ class WordEmissions:
 def begin_search(
     labels: int, scorer: Scorer | None, beam_size: int | None = None, blank: int = 0
 ) -> GreedyEmissions | WordEmissions:
-    """Begins the search of `search_emissions` for a row whose logits, of V labels, come in parts.
-
-    The time for each part and what is kept do not grow with the row; the tokens that are found do.
-    """
+    """Begins the search of `search_emissions` for a row whose logits, of V labels, come in parts."""
     return GreedyEmissions(blank) if scorer is None else WordEmissions(PieceSearch(labels, scorer, beam_size, blank))
 
 
@@ -220,14 +211,7 @@ def searched_words(
     lexicon: Pronunciations | None = None,
     **options: Any,
 ) -> Scorer | None:
-    """Makes a `WordScorer` of those options that are given, a `WordLexicon` with `known_words`, or None without any.
-
-    With pronunciations the words of a language model are always the known ones.
-
-    Raises:
-        ImportError: if the package flashlight-text is not installed.
-        ValueError: if the search of the model would ignore an option, and as `WordScorer` and `WordLexicon`.
-    """
+    """Makes a `WordScorer` of those options that are given, a `WordLexicon` with `known_words`, or None without any."""
     given = {name: value for name, value in options.items() if value is not None and value not in ((), [])}
     if lexicon is not None:
         lexicon.check(tokenizer)

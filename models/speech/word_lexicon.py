@@ -186,10 +186,7 @@ class WordLexicon:
     def _scored(
         self, log_probs: Tensor, said: Sequence[tuple[tuple[str, ...], tuple[int, ...]]], blank: int
     ) -> list[Hypothesis]:
-        """Gives texts, from words and tokens, with the score of their best tokens.
-
-        The best text is the first one. Those that the frames cannot say are left out.
-        """
+        """Gives texts, from words and tokens, with the score of their best tokens."""
         counts = torch.tensor([len(tokens) for _, tokens in said])
         targets = torch.tensor([token for _, tokens in said for token in tokens], dtype=torch.long)
         rows = log_probs[:, None].expand(-1, len(said), -1)

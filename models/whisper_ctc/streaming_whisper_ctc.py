@@ -118,10 +118,7 @@ class WhisperCTCStream:
         return [*self._words, *last.spans]
 
     def _unread(self) -> list[Emission]:
-        """Gives the tokens that may change or go on; reads those before them, up to the beginning of a word.
-
-        There are letters on both sides, as a text may treat spaces at its ends in another way than between words.
-        """
+        """Gives the tokens that may change or go on; reads those before them, up to the beginning of a word."""
         new = self._search.final[self._read :]
         pieces = self.processor.tokenizer.convert_ids_to_tokens([one.token for one in new])
         letters = [place for place, piece in enumerate(pieces) if piece.strip(SPACE)]

@@ -66,11 +66,7 @@ RENAMED: dict[str, tuple[str, ...]] = {
 
 
 def program(name: str, main: Callable[[], Any]) -> Callable[[], None]:
-    """Makes the function that a command line starts: `main`, which reads the arguments of this process itself.
-
-    The function exits with the number that `main` returns, or with 0. An error that a user can mend gives one line and
-    exit code 2, and Ctrl-C one line and exit code 130. With `--debug` both show their traceback.
-    """
+    """Makes the function that a command line starts: `main`, which reads the arguments of this process itself."""
 
     def cli() -> None:
         debug = DEBUG in sys.argv[1:]
@@ -85,10 +81,7 @@ def program(name: str, main: Callable[[], Any]) -> Callable[[], None]:
 
 @contextmanager
 def in_one_line_errors(name: str, debug: bool, stopped: str = "stopped") -> Iterator[None]:
-    """Ends this process with one line for an error that a user can mend, and for Ctrl-C; with `debug` it does not.
-
-    The line begins with the name of the program. A Ctrl-C that has no message of its own says `stopped`.
-    """
+    """Ends this process with one line for an error that a user can mend, and for Ctrl-C; with `debug` it does not."""
     try:
         yield
     except KeyboardInterrupt as error:
@@ -130,11 +123,7 @@ def check_new(folder: Path) -> None:
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """Makes a question with the nearest known word, to append to an error; empty if no word is near.
-
-    Near are words with almost the same letters, and longer or shorter names: `--model` for `--model_name_or_path`.
-    Capitals do not count.
-    """
+    """Makes a question with the nearest known word, to append to an error; empty if no word is near."""
     names, bare = {_bare(str(name)): str(name) for name in known}, _bare(word)
     near = difflib.get_close_matches(bare, names, n=1, cutoff=0.6)
     longer = [name for name in names if _is_part(bare, name) or _is_part(name, bare)]
@@ -193,10 +182,7 @@ class Parser(argparse.ArgumentParser):
         self.add_argument(DEBUG, action="store_true", default=argparse.SUPPRESS, help="show the traceback of an error")
 
     def add_place(self, name: str, dest: str, text: str, needed: bool = True, nargs: str | None = None) -> None:
-        """Adds an option whose name may be left out: a word that belongs to no other option is its value.
-
-        `dest` is the attribute of its value; in capitals also the name of the value in the help.
-        """
+        """Adds an option whose name may be left out: a word that belongs to no other option is its value."""
         text += f"; --{name} may be left out" + " (required)" * needed
         action = self.add_argument(f"--{name}", dest=dest, metavar=dest.upper(), nargs=nargs, help=text)
         self.places.append((action, needed))

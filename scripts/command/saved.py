@@ -128,14 +128,7 @@ def damaged_file(folder: Path) -> Path | None:
 
 
 def load_processor(model: str, kind: Any = None, *, trust_remote_code: bool = False) -> Any:
-    """Loads the tokenizer of a saved model, or its processor of a given class; checks the tokenizer.
-
-    If a folder has no file of a tokenizer, transformers makes one that knows no words.
-
-    Raises:
-        ValueError: if a file is missing or damaged, a size of a feature extractor is out of range, or the tokenizer
-            does not fit the vocabulary of the model.
-    """
+    """Loads the tokenizer of a saved model, or its processor of a given class; checks the tokenizer."""
     from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
 
     check_preprocessor(model)
@@ -178,11 +171,7 @@ def check_preprocessor(model: str) -> None:
 
 
 def check_tokenizer(tokenizer: Any, config: Any, model: str) -> None:
-    """Checks that a tokenizer knows words, and that the model, if any, has an embedding for each of its tokens.
-
-    Raises:
-        ValueError: if it knows no words, has tokens above the vocabulary of the model, or fewer than half as many.
-    """
+    """Checks that a tokenizer knows words, and that the model, if any, has an embedding for each of its tokens."""
     if not tokenizer.vocab_files_names:
         return  # of bytes or characters: it needs no file
     tokens, added = tokenizer.get_vocab(), tokenizer.added_tokens_decoder

@@ -72,15 +72,12 @@ def test_plain_bert_checkpoint_is_read_without_a_warning_about_its_type(bert_fol
 def test_exact_attention_in_performer_bert_is_bert(bert_folder):
     performer = zoo.PerformerBertModel.from_pretrained(bert_folder, attn_implementation="sdpa").eval()
     bert = BertModel.from_pretrained(bert_folder, attn_implementation="sdpa").eval()
-    assert torch.equal(performer(**inputs()).last_hidden_state, bert(**inputs()).last_hidden_state)
-
-
-def test_backend_changes_the_output_and_long_enough_inputs_only(bert_folder):
+    expected = bert(**inputs())[0]
+    assert torch.equal(performer(**inputs())[0], expected)
     model = zoo.PerformerBertModel.from_pretrained(bert_folder, favor={"num_features": 8, "exact_below": 24}).eval()
-    exact = zoo.PerformerBertModel.from_pretrained(bert_folder, attn_implementation="sdpa").eval()
+    assert not torch.allclose(model(**inputs())[0], expected, atol=1e-6)
     short = {name: tensor[:, :20] for name, tensor in inputs().items()}
-    assert not torch.allclose(model(**inputs())[0], exact(**inputs())[0], atol=1e-6)
-    torch.testing.assert_close(model(**short)[0], exact(**short)[0])
+    torch.testing.assert_close(model(**short)[0], bert(**short)[0])
 
 
 def test_options_given_to_from_pretrained_are_merged_into_the_saved_ones(tmp_path):
@@ -91,23 +88,17 @@ def test_options_given_to_from_pretrained_are_merged_into_the_saved_ones(tmp_pat
 
 
 def test_explicit_backend_wins_and_is_what_the_next_save_writes(tmp_path):
-    zoo.PerformerBertForSequenceClassification(tiny_config(favor=OPTIONS)).save_pretrained(tmp_path / "one")
-    model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "one", attn_implementation="sdpa")
+    zoo.PerformerBertForSequenceClassification(tiny_config(favor=OPTIONS)).save_pretrained(tmp_path)
+    model = AutoModelForSequenceClassification.from_pretrained(tmp_path, attn_implementation="sdpa")
     assert model.config._attn_implementation == "sdpa"
-    model.save_pretrained(tmp_path / "two")
-    assert json.loads((tmp_path / "two" / "config.json").read_text())["attn_implementation"] == "sdpa"
-    again = AutoModelForSequenceClassification.from_pretrained(tmp_path / "two")
+    model.save_pretrained(tmp_path)
+    assert json.loads((tmp_path / "config.json").read_text())["attn_implementation"] == "sdpa"
+    again = AutoModelForSequenceClassification.from_pretrained(tmp_path)
     assert again.config._attn_implementation == "sdpa"
     again.set_attn_implementation("favor+")
-    again.save_pretrained(tmp_path / "three")
-    assert AutoModel.from_pretrained(tmp_path / "three").config._attn_implementation == "favor+"
-
-
-def test_config_and_words_alone_make_the_round_trip(tmp_path):
-    tiny_config(favor={"num_features": 7}, attn_implementation="favor_plus").save_pretrained(tmp_path)
+    again.save_pretrained(tmp_path)
     config = AutoConfig.from_pretrained(tmp_path)
-    assert type(config) is zoo.PerformerBertConfig
-    assert (config._attn_implementation, config.favor["num_features"]) == ("favor_plus", 7)
-    assert AutoModel.from_config(config).config._attn_implementation == "favor_plus"
+    assert (type(config), config._attn_implementation) == (zoo.PerformerBertConfig, "favor+")
+    assert AutoModel.from_config(config).config._attn_implementation == "favor+"
     (tmp_path / "vocab.txt").write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "yes"]))
     assert AutoTokenizer.from_pretrained(tmp_path)("yes").input_ids == [2, 5, 3]

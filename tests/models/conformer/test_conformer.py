@@ -14,6 +14,7 @@ from transformers import AutoModel, AutoModelForCTC, AutoProcessor, pipeline
 from favor.models.conformer import ConformerConfig, ConformerForCTC, ConformerForTransducer, ConformerModel
 from favor.models.speech import transducer_greedy, transducer_loss
 
+LABELS = torch.tensor([[3, 4, 4, 5], [6, 7, -100, -100], [8, -100, -100, -100]])
 BACKENDS = ("sdpa", "eager", "favor+", "favor++", "favor#", "favor# window", "favor_relu")
 
 
@@ -22,11 +23,11 @@ def build(kind, backend: str = "favor#", **changes):
     return tiny_speech.build(kind, name, {"window": 8 if window else 0}, **changes)
 
 
-def batch(lengths=(90, 61, 13), padding: float = 50.0) -> dict[str, torch.Tensor]:
+def batch(lengths=(90, 61, 13)) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(1)
     features = torch.randn(len(lengths), max(lengths), 10, generator=generator)
     mask = torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]
-    return {"input_features": features.masked_fill(~mask[..., None], padding), "attention_mask": mask}
+    return {"input_features": features.masked_fill(~mask[..., None], 50.0), "attention_mask": mask}
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -42,49 +43,25 @@ def test_padding_changes_nothing(backend, causal):
             torch.testing.assert_close(together[row, : len(alone)], alone, rtol=1e-4, atol=1e-5)
 
 
-def test_padding_changes_no_gradient_and_no_statistics():
-    """Training: batch normalisation counts real frames only, whatever padding holds and however long it is."""
-    results = []
-    for padding, extra in ((0.0, 0), (50.0, 40)):
-        model, inputs = build(ConformerForCTC, attention_dropout=0.0), batch(padding=padding)
-        model.train()
-        for module in model.modules():
-            if isinstance(module, torch.nn.Dropout):
-                module.p = 0.0
-        model.encoder.config.activation_dropout = 0.0
-        for layer in model.encoder.layers:
-            layer.feed_forward1.activation_dropout = layer.feed_forward2.activation_dropout = 0.0
-        inputs["input_features"] = functional.pad(inputs["input_features"], (0, 0, 0, extra), value=padding)
-        inputs["attention_mask"] = functional.pad(inputs["attention_mask"], (0, extra))
-        labels = torch.tensor([[3, 4, 4, 5], [6, 7, -100, -100], [8, -100, -100, -100]])
-        model(**inputs, labels=labels).loss.backward()
-        results.append([p.grad for p in model.parameters()] + [b for n, b in model.named_buffers() if "running" in n])
-    for one, other in zip(*results, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
-
-
-def test_a_batch_of_one_frame_trains():
-    model, inputs = build(ConformerForCTC).train(), batch((13,))
-    model(**inputs, labels=torch.tensor([[3]])).loss.backward()
-    assert all(torch.isfinite(parameter.grad).all() for parameter in model.parameters())
-
-
 @pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable`:FutureWarning")
-def test_activation_checkpointing_counts_statistics_once():
+def test_padding_and_activation_checkpointing_change_no_gradient_and_no_statistics():
+    """Training: batch normalisation counts real frames once, whatever padding holds and however long it is."""
     results = []
-    for checkpointing in (False, True):
-        model, inputs = (
-            build(ConformerForCTC, dropout=0.0, activation_dropout=0.0, attention_dropout=0.0).train(),
-            batch(),
-        )
+    for padding, extra, checkpointing in ((0.0, 0, False), (50.0, 40, False), (50.0, 0, True)):
+        model, inputs = build(ConformerForCTC, dropout=0.0, activation_dropout=0.0, attention_dropout=0.0), batch()
+        features = inputs["input_features"].masked_fill(~inputs["attention_mask"][..., None], padding)
+        inputs["input_features"] = functional.pad(features, (0, 0, 0, extra), value=padding)
+        inputs["attention_mask"] = functional.pad(inputs["attention_mask"], (0, extra))
         if checkpointing:
             model.gradient_checkpointing_enable()
-        model(**inputs, labels=torch.tensor([[3], [4], [5]])).loss.backward()
-        results.append(
-            [*(p.grad for p in model.parameters()), *(b for n, b in model.named_buffers() if "running" in n)]
-        )
-    for one, other in zip(*results, strict=True):
-        torch.testing.assert_close(one, other)
+        model.train()(**inputs, labels=LABELS).loss.backward()
+        results.append([p.grad for p in model.parameters()] + [b for n, b in model.named_buffers() if "running" in n])
+    for result in results[1:]:
+        for one, other in zip(results[0], result, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+    model = build(ConformerForCTC).train()
+    model(**batch((13,)), labels=torch.tensor([[3]])).loss.backward()  # of one frame
+    assert all(torch.isfinite(parameter.grad).all() for parameter in model.parameters())
 
 
 @pytest.mark.slow
@@ -108,31 +85,28 @@ def test_a_transducer_comes_back_and_lends_its_encoder(tmp_path):
 
 
 @pytest.mark.parametrize("network", ["lstm", "stateless"])
-def test_the_transducer_loss_is_that_of_all_logits(network):
-    model, inputs = build(ConformerForTransducer, prediction_network=network, ctc_weight=0.3, max_cells=7), batch()
-    labels = torch.tensor([[3, 4, 4, 5], [6, 7, -100, -100], [8, -100, -100, -100]])
-    out = model(**inputs, labels=labels)
-    hidden, lengths = model.encode(**inputs)
-    prediction, _ = model.predict(functional.pad(labels.clamp_min(0), (1, 0)))
-    logits = model.join(hidden[:, :, None], prediction[:, None])
-    expected = transducer_loss(logits, labels, lengths, torch.tensor([4, 2, 1]))
-    torch.testing.assert_close(out.transducer_loss, expected)
-    torch.testing.assert_close(out.loss, 0.7 * expected + 0.3 * out.ctc_loss)
-    out.loss.backward()
-    assert all(parameter.grad is not None for parameter in model.parameters())
-
-
-@pytest.mark.parametrize("network", ["lstm", "stateless"])
 def test_the_prediction_network_goes_token_by_token(network):
     model = build(ConformerForTransducer, prediction_network=network, prediction_context_size=3)
-    tokens = torch.tensor([[0, 3, 4, 5, 6], [0, 7, 7, 8, 9]])
-    whole, _ = model.predict(tokens)
-    state, parts = None, []
+    tokens, state, parts = torch.tensor([[0, 3, 4, 5, 6], [0, 7, 7, 8, 9]]), None, []
     for token in tokens.split(1, dim=1):
         part, state = model.predict(token, state)
         parts.append(part)
         assert all(len(tensor) == 2 for tensor in state)
-    torch.testing.assert_close(torch.cat(parts, dim=1), whole)
+    torch.testing.assert_close(torch.cat(parts, dim=1), model.predict(tokens)[0])
+
+
+@pytest.mark.parametrize("network", ["lstm", "stateless"])
+def test_the_transducer_loss_is_that_of_all_logits(network):
+    model, inputs = build(ConformerForTransducer, prediction_network=network, ctc_weight=0.3, max_cells=7), batch()
+    out = model(**inputs, labels=LABELS)
+    hidden, lengths = model.encode(**inputs)
+    prediction, _ = model.predict(functional.pad(LABELS.clamp_min(0), (1, 0)))
+    logits = model.join(hidden[:, :, None], prediction[:, None])
+    expected = transducer_loss(logits, LABELS, lengths, torch.tensor([4, 2, 1]))
+    torch.testing.assert_close(out.transducer_loss, expected)
+    torch.testing.assert_close(out.loss, 0.7 * expected + 0.3 * out.ctc_loss)
+    out.loss.backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
 
 
 @pytest.fixture(scope="module")
@@ -173,34 +147,33 @@ def test_the_pipeline_gives_times(folder):
     assert [one["text"] for one in chunked["chunks"]] == chunked["text"].split()
 
 
+def configured(**changes):
+    return ConformerConfig(**{**SIZES, **changes})
+
+
+ENCODER, (FRAMES, MASK) = build(ConformerModel), batch().values()
+
+
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    ("call", "message"),
     [
-        ({"conv_kernel_size": 4}, "conv_kernel_size must be odd"),
-        ({"prediction_network": "gru"}, "prediction_network must be one of lstm, stateless"),
-        ({"ctc_weight": 1.0}, "ctc_weight must be in"),
-        ({"num_attention_heads": 100}, "num_attention_heads must be 1 to hidden_size, got 100"),
-        ({"num_hidden_layers": 1025}, "num_hidden_layers must be at most 1024, got 1025"),
-        ({"vocab_size": 10**9}, "vocab_size must be at most 16777216"),
-        ({"ctc_loss_reduction": "none"}, "mean or sum"),
-        ({"favor": {"num_feature": 3}}, "num_feature"),
+        (lambda: configured(conv_kernel_size=4), "conv_kernel_size must be odd"),
+        (lambda: configured(prediction_network="gru"), "prediction_network must be one of lstm, stateless"),
+        (lambda: configured(ctc_weight=1.0), "ctc_weight must be in"),
+        (lambda: configured(num_attention_heads=100), "num_attention_heads must be 1 to hidden_size, got 100"),
+        (lambda: configured(num_hidden_layers=1025), "num_hidden_layers must be at most 1024, got 1025"),
+        (lambda: configured(vocab_size=10**9), "vocab_size must be at most 16777216"),
+        (lambda: configured(ctc_loss_reduction="none"), "mean or sum"),
+        (lambda: configured(favor={"num_feature": 3}), "num_feature"),
+        (lambda: ENCODER(FRAMES[..., :9]), r"\[batch, time, 10\], got \(3, 90, 9\)"),
+        (lambda: ENCODER(FRAMES[:, :12]), "12 feature frames are too few"),
+        (lambda: ENCODER(FRAMES, MASK.flip(1)), "padding on the right"),
+        (lambda: ENCODER(FRAMES, MASK[:, 1:]), "as the features, got"),
     ],
 )
-def test_a_bad_configuration_is_refused(changes, message):
+def test_bad_configurations_and_inputs_are_refused(call, message):
     with pytest.raises((ValueError, TypeError), match=message):
-        ConformerConfig(**{**SIZES, **changes})
-
-
-def test_bad_inputs_are_refused():
-    model, inputs = build(ConformerModel), batch()
-    with pytest.raises(ValueError, match=r"\[batch, time, 10\], got \(3, 90, 9\)"):
-        model(inputs["input_features"][..., :9])
-    with pytest.raises(ValueError, match="12 feature frames are too few"):
-        model(inputs["input_features"][:, :12])
-    with pytest.raises(ValueError, match="padding on the right"):
-        model(inputs["input_features"], inputs["attention_mask"].flip(1))
-    with pytest.raises(ValueError, match="as the features, got"):
-        model(inputs["input_features"], inputs["attention_mask"][:, 1:])
+        call()
 
 
 @pytest.fixture(scope="module", params=[0.0, 0.3], ids=["alone", "with a CTC head"])

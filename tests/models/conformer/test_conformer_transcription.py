@@ -126,9 +126,7 @@ def test_the_processor_is_given_or_in_the_folder(folder, processor, tmp_path):
     model, waveform = load(folder), sound(1.0)
     model.save_pretrained(tmp_path / "bare")
     bare, new = load(tmp_path / "bare"), build(type(model))
-    with pytest.raises(
-        ValueError, match=r"processor must be given: .*bare, where the model was loaded from, holds none"
-    ):
+    with pytest.raises(ValueError, match=r"processor must be given: .*bare, where .* loaded from, holds none"):
         bare.transcribe(waveform)
     with pytest.raises(ValueError, match="processor must be given: this model was not loaded from a folder"):
         new.transcribe(waveform)

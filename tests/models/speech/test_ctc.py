@@ -68,14 +68,22 @@ def test_pruned_beam_is_the_plain_algorithm(beam_size, scale):
         assert {tuple(h.tokens): math.exp(h.log_prob) for h in hypotheses} == pytest.approx(truth, rel=1e-9)
 
 
-@pytest.mark.parametrize("beam_size", [1, 4])
-def test_beam_of_a_ragged_batch_is_that_of_its_rows(beam_size):
-    logits, lengths = random_logits(5, 20, 6), torch.tensor([20, 0, 1, 13, 19])
-    for row, length in enumerate(lengths):
-        logits[row, length:] = math.nan
-    for row, length, found in zip(logits, lengths, ctc_prefix_beam(logits, lengths, beam_size), strict=True):
-        assert [found] == ctc_prefix_beam(row[None, :length], [length], beam_size)
-        assert 1 <= len(found) <= beam_size
+def test_a_ragged_batch_is_its_rows():
+    logits, lengths, counts = random_logits(5, 20, 6), torch.tensor([20, 0, 1, 13, 19]), [5, 0, 1, 1, 9]
+    labels = torch.full((5, 9), -100)
+    for row, own in enumerate(([1, 1, 2, 5, 5], [], [3], [4], [1, 2, 3, 4, 5, 4, 3, 2, 1])):
+        labels[row, : counts[row]] = torch.tensor(own)
+        logits[row, lengths[row] :] = math.nan
+    aligned = ctc_align(logits, lengths, labels)
+    for beam_size in (1, 4):
+        beams = ctc_prefix_beam(logits, lengths, beam_size)
+        for row, (length, found) in enumerate(zip(lengths, beams, strict=True)):
+            assert [found] == ctc_prefix_beam(logits[row : row + 1, :length], [length], beam_size)
+            assert 1 <= len(found) <= beam_size
+    for row, (length, count) in enumerate(zip(lengths, counts, strict=True)):
+        alone = ctc_align(logits[row : row + 1, :length], [length], labels[row : row + 1, :count])
+        assert alone == [aligned[row]]
+        assert [one.token for one in aligned[row]] == labels[row, :count].tolist()
     assert ctc_greedy(logits, lengths)[1] == []
 
 
@@ -96,7 +104,7 @@ def test_empty_batches():
     for decode in (ctc_greedy, ctc_prefix_beam):
         assert decode(torch.zeros(0, 7, 3), []) == []
     assert ctc_greedy(torch.zeros(2, 0, 3), [0, 0]) == [[], []]
-    assert [[h.tokens for h in row] for row in ctc_prefix_beam(torch.zeros(1, 0, 3), [0])] == [[[]]]
+    assert ctc_align(torch.zeros(0, 7, 3), [], torch.zeros(0, 2, dtype=torch.long)) == []
 
 
 @pytest.mark.parametrize("decode", [ctc_greedy, ctc_prefix_beam])
@@ -116,12 +124,15 @@ def test_refusals(decode, shape, lengths, options, error, message):
         decode(torch.zeros(shape), lengths, **options)
 
 
-def test_refuses_an_empty_beam_and_nan():
+def test_refuses_an_empty_beam_nan_and_texts_of_probability_0():
     with pytest.raises(ValueError, match="beam_size must be at least 1, got 0"):
         ctc_prefix_beam(torch.zeros(1, 4, 3), [4], beam_size=0)
-    logits = torch.zeros(1, 4, 3)
+    logits, labels = torch.zeros(1, 4, 3), torch.tensor([[2]])
+    logits[0, :, 2] = -math.inf
+    with pytest.raises(ValueError, match="the labels of row 0 have probability 0"):
+        ctc_align(logits, [4], labels)
     logits[0, 2, 1] = math.nan
-    for decode in (ctc_greedy, ctc_prefix_beam):
+    for decode in (ctc_greedy, ctc_prefix_beam, ctc_emissions, lambda *own: ctc_align(*own, labels - 1)):
         with pytest.raises(ValueError, match="got NaN"):
             decode(logits, [4])
         assert len(decode(logits, [2])) == 1
@@ -182,39 +193,15 @@ def test_alignments_are_the_best_of_all_paths(length, blank):
         assert_equal(emissions, read_off(path, row.softmax(-1).tolist(), blank))
 
 
-def test_a_ragged_batch_is_its_rows():
-    logits, lengths, counts = random_logits(4, 20, 6), [20, 0, 9, 14], [5, 0, 9, 1]
-    labels = torch.tensor([[1, 1, 2, 5, 5, *4 * [-100]], 9 * [-100], [1, 2, 3, 4, 5, 4, 3, 2, 1], [4, *8 * [-100]]])
-    found = ctc_align(logits, lengths, labels)
-    for row, (length, count) in enumerate(zip(lengths, counts, strict=True)):
-        alone = ctc_align(logits[row : row + 1, :length], [length], labels[row : row + 1, :count])
-        assert alone == [found[row]]
-        assert [one.token for one in found[row]] == labels[row, :count].tolist()
-    assert ctc_align(torch.zeros(0, 7, 3), [], torch.zeros(0, 2, dtype=torch.long)) == []
-
-
 @pytest.mark.parametrize(
-    ("frames", "labels", "options", "message"),
+    ("frames", "labels", "message"),
     [
-        (3, [[1, 2, 1, 2]], {}, "row 0 has 4 labels, which need 4 frames, got 3"),
-        (3, [[1, 1, 2]], {}, "row 0 has 3 labels, which need 4 frames, got 3"),
-        (5, [[1, 0]], {}, "labels must be 0 to 2 and not the blank 0, got 0 in row 0"),
-        (5, [[1, 3]], {}, "not the blank 0, got 3 in row 0"),
-        (5, [[-100, 1]], {}, "got -100 in row 0"),
-        (5, [[1], [2]], {}, r"labels must be \[1, U\], a row for each of logits, got \[2, 1\]"),
+        (3, [[1, 1, 2]], "row 0 has 3 labels, which need 4 frames, got 3"),
+        (5, [[1, 0]], "labels must be 0 to 2 and not the blank 0, got 0 in row 0"),
+        (5, [[-100, 1]], "got -100 in row 0"),
+        (5, [[1], [2]], r"labels must be \[1, U\], a row for each of logits, got \[2, 1\]"),
     ],
 )
-def test_what_cannot_be_aligned_is_refused(frames, labels, options, message):
+def test_what_cannot_be_aligned_is_refused(frames, labels, message):
     with pytest.raises(ValueError, match=message):
-        ctc_align(torch.zeros(1, 5, 3), [frames], torch.tensor(labels), **options)
-
-
-def test_no_probability_and_no_numbers_are_refused():
-    logits = torch.zeros(2, 4, 3)
-    logits[1, :, 2] = -math.inf
-    with pytest.raises(ValueError, match="the labels of row 1 have probability 0"):
-        ctc_align(logits, [4, 4], torch.tensor([[2], [2]]))
-    logits[0, 1, 1] = math.nan
-    for call in (lambda: ctc_emissions(logits, [4, 4]), lambda: ctc_align(logits, [4, 4], torch.tensor([[1], [1]]))):
-        with pytest.raises(ValueError, match="got NaN"):
-            call()
+        ctc_align(torch.zeros(1, 5, 3), [frames], torch.tensor(labels))

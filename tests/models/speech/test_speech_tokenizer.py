@@ -43,20 +43,10 @@ def test_ids_are_those_of_sentencepiece(trained):
     odd = ["", " ", "A", "'", "  A   BA ", "XYZ BA", "BAXXBA", "hello", "Z"]
     for text in [*sentences(200, 1), *odd]:
         assert tokenizer(text).input_ids == pieces.encode(text), text
-    assert [tokenizer.convert_ids_to_tokens(i) for i in range(len(tokenizer))] == [
-        pieces.id_to_piece(i) for i in range(pieces.get_piece_size())
-    ]
+    names = [pieces.id_to_piece(place) for place in range(pieces.get_piece_size())]
+    assert tokenizer.convert_ids_to_tokens([*range(len(tokenizer))]) == names
     assert tokenizer.convert_ids_to_tokens([0, 1, 2]) == ["<pad>", "</s>", "<unk>"]
     assert (tokenizer.pad_token_id, tokenizer.eos_token_id, tokenizer.unk_token_id) == (0, 1, 2)
-
-
-def test_text_comes_back(trained):
-    tokenizer, _, _ = trained
-    for text in sentences(50, 2):
-        ids = tokenizer(text).input_ids
-        assert tokenizer.decode(ids, group_tokens=False) == text
-        spread = [token for one in ids for token in (0, one, one, 0)]
-        assert tokenizer.decode(spread) == text
 
 
 def test_decoding_is_that_of_ctc(trained):
@@ -72,6 +62,10 @@ def test_decoding_is_that_of_ctc(trained):
     assert tokenizer.decode(repeated, group_tokens=False) == pieces.decode([4, 4, 4, 5])
     assert tokenizer.decode([]) == tokenizer.decode([0, 0]) == ""
     assert tokenizer.decode(4) == pieces.decode([4])
+    for text in sentences(50, 2):
+        ids = tokenizer(text).input_ids
+        assert tokenizer.decode(ids, group_tokens=False) == text
+        assert tokenizer.decode([token for one in ids for token in (0, one, one, 0)]) == text
 
 
 def test_offsets_of_characters_are_those_of_wav2vec2(tmp_path):
@@ -114,18 +108,13 @@ def test_words_of_pieces_have_the_frames_of_their_tokens(trained):
         assert "".join(one["char"] for one in found.char_offsets) == found.text == text
         assert [one["word"] for one in found.word_offsets] == text.split()
         assert [[one["start_offset"], one["end_offset"]] for one in found.word_offsets] == expected
-
-
-def test_offsets_of_nothing(trained):
-    tokenizer, _, _ = trained
     asked = {"output_char_offsets": True, "output_word_offsets": True}
     for ids in ([], [0, 0]):
         found = tokenizer.decode(ids, **asked)
         assert (found.text, found.char_offsets, found.word_offsets) == ("", [], [])
-    ids = [2, 2, 0, 4]
-    assert [one["start_offset"] for one in tokenizer.decode(ids, **asked).char_offsets] == [0, 3]
-    skipped = tokenizer.decode(ids, skip_special_tokens=True, **asked)
-    assert [one["start_offset"] for one in skipped.char_offsets] == [3]
+    for skip, places in ((False, [0, 3]), (True, [3])):
+        found = tokenizer.decode([2, 2, 0, 4], skip_special_tokens=skip, **asked)
+        assert [one["start_offset"] for one in found.char_offsets] == places
 
 
 def test_saved_and_loaded(trained, tmp_path):
@@ -152,16 +141,13 @@ def test_training_depends_on_the_texts_alone_and_takes_long_ones():
 @pytest.mark.parametrize("model_type", ["unigram", "bpe", "char"])
 def test_a_vocabulary_has_a_largest_and_a_smallest_size(model_type):
     texts = sentences(3, 6)
-    with pytest.raises(ValueError, match=r"vocab_size must be at most \d+ for 3 texts") as raised:
-        train_tokenizer(texts, model_type, 5000)
-    largest = int(str(raised.value).split("at most ")[1].split()[0])
-    assert len(train_tokenizer(texts, model_type, largest)) == largest
-    with pytest.raises(ValueError, match=f"vocab_size must be at most {largest} "):
-        train_tokenizer(texts, model_type, largest + 1)
-    with pytest.raises(ValueError, match=r"vocab_size must be at least \d+") as raised:
-        train_tokenizer(texts, model_type, 3)
-    least = int(str(raised.value).split("at least ")[1].split()[0])
-    assert len(train_tokenizer(texts, model_type, least)) == least
+    for asked, limit in ((5000, "most"), (3, "least")):
+        with pytest.raises(ValueError, match=rf"vocab_size must be at {limit} \d+") as raised:
+            train_tokenizer(texts, model_type, asked)
+        size = int(str(raised.value).split(f"at {limit} ")[1].split()[0])
+        assert len(train_tokenizer(texts, model_type, size)) == size
+        with pytest.raises(ValueError, match=f"vocab_size must be at {limit} {size}"):
+            train_tokenizer(texts, model_type, size + (1 if limit == "most" else -1))
 
 
 @pytest.mark.parametrize(

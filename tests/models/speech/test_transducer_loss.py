@@ -1,19 +1,79 @@
 """The Transducer loss: against all alignments, finite differences, autograd and torchaudio; whole, and by pieces."""
 
 import importlib
+from itertools import combinations
 
 import pytest
 import torch
 import torch.distributed
 from processes import run_two
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
-from transducer_truth import TanhJoint, batch, by_enumeration, losses
 
 from favor.models.speech import joint_transducer_loss, transducer_loss
 from favor.models.speech import lattice as module
 
 INF, NAN = float("inf"), float("nan")
+LENGTHS = ([6, 1, 3, 4], [4, 2, 0, 3])
+
+
+def by_enumeration(logits: Tensor, target: list[int], blank: int) -> Tensor:
+    """Loss of one sequence, logits `[T, U + 1, V]`: minus the log of the sum over all alignments of their products.
+
+    An alignment is a row of T blanks and U labels that ends with a blank.
+    """
+    steps = len(logits) + len(target)
+    log_p, alignments = logits.log_softmax(-1), []
+    for places in combinations(range(steps - 1), len(target)):
+        u, total = 0, 0.0
+        for step in range(steps):
+            total = total + log_p[step - u, u, target[u] if step in places else blank]
+            u += step in places
+        alignments.append(total)
+    return -torch.stack(alignments).logsumexp(0)
+
+
+def by_nodes(logits: Tensor, target: list[int], blank: int) -> Tensor:
+    """The same by recursion over nodes, for autograd."""
+    log_p = logits.log_softmax(-1)
+    alpha: dict[tuple[int, int], Tensor] = {(0, 0): logits.new_zeros(())}
+    for t in range(len(logits)):
+        for u in range(len(target) + 1):
+            ways = [alpha[t - 1, u] + log_p[t - 1, u, blank]] if t else []
+            ways += [alpha[t, u - 1] + log_p[t, u - 1, target[u - 1]]] if u else []
+            alpha[t, u] = torch.stack(ways).logsumexp(0) if ways else alpha[0, 0]
+    return -(alpha[len(logits) - 1, len(target)] + log_p[-1, len(target), blank])
+
+
+def losses(logits: Tensor, targets: Tensor, logit_lengths: Tensor, target_lengths: Tensor, blank=0, one=by_nodes):
+    """Loss of each sequence `[B]`."""
+    rows = zip(logits, targets.tolist(), logit_lengths.tolist(), target_lengths.tolist(), strict=True)
+    return torch.stack([one(x[:frames, : count + 1], row[:count], blank) for x, row, frames, count in rows])
+
+
+def batch(frames=LENGTHS[0], labels=LENGTHS[1], vocabulary=7, blank=0, dtype=torch.float64, scale=1.0):
+    """Random logits, targets padded with -100, and lengths."""
+    generator, shape = torch.Generator().manual_seed(0), (len(frames), max(frames), max(labels) + 1, vocabulary)
+    logits = torch.randn(shape, generator=generator, dtype=torch.float64)
+    targets = torch.randint(vocabulary - 1, (len(frames), max(labels)), generator=generator)
+    targets += targets >= blank
+    for row, count in enumerate(labels):
+        targets[row, count:] = -100
+    return (logits * scale).to(dtype), targets, torch.tensor(frames), torch.tensor(labels)
+
+
+class TanhJoint(nn.Module):
+    """A usual joint network, in float64 unless cast."""
+
+    def __init__(self, dropout=0.0):
+        super().__init__()
+        self.hidden, self.prediction = nn.Linear(5, 8), nn.Linear(4, 8, bias=False)
+        self.dropout, self.head = nn.Dropout(dropout), nn.Linear(8, 7)
+        self.double()
+
+    def forward(self, hidden, prediction):
+        return self.head(self.dropout(torch.tanh(self.hidden(hidden) + self.prediction(prediction))))
 
 
 def gradient(loss, logits):
@@ -28,19 +88,13 @@ def close(found, expected, tolerance=1e-10):
 @pytest.mark.parametrize("blank", [0, 2])
 @pytest.mark.parametrize(
     ("frames", "labels"),
-    [([1], [0]), ([1], [3]), ([4], [0]), ([3], [2]), ([2], [5]), ([5], [4]), ([4, 1, 3], [3, 2, 0]), ([2, 4], [4, 1])],
+    [([1], [0]), ([1], [3]), ([4], [0]), ([2], [5]), ([4, 1, 3], [3, 2, 0]), ([2, 4], [4, 1])],
 )
 def test_is_the_sum_over_all_alignments(frames, labels, blank):
     given = batch(frames, labels, 4, blank)
     expected = losses(*given, blank=blank, one=by_enumeration)
     close([losses(*given, blank=blank)], [expected])
     close([transducer_loss(*given, blank=blank, reduction="none")], [expected], 1e-8)
-
-
-def test_gradient_is_that_of_finite_differences():
-    logits, *rest = batch()
-    logits.requires_grad_()
-    assert torch.autograd.gradcheck(lambda x: transducer_loss(x, *rest, reduction="none"), logits, atol=1e-6, rtol=0)
 
 
 @pytest.mark.parametrize("piece", [1, 100, 1 << 18])
@@ -122,9 +176,8 @@ def test_padding_is_not_read(rubbish):
         padded[i, :t, : u + 1] = logits[i, :t, : u + 1]
         inside[i, :t, : u + 1] = True
     padded.requires_grad_()
-    found = transducer_loss(
-        padded, torch.nn.functional.pad(targets, (0, 3), value=99), frames, labels, reduction="none"
-    )
+    targets = torch.nn.functional.pad(targets, (0, 3), value=99)
+    found = transducer_loss(padded, targets, frames, labels, reduction="none")
     close([found], [losses(logits, targets, frames, labels)], 1e-12)
     slope = gradient(found.sum(), padded)
     assert torch.equal(slope[~inside], torch.zeros_like(slope[~inside]))
@@ -281,8 +334,7 @@ def test_autocast():
         assert (slope - expected).norm() < 0.01 * expected.norm()
 
 
-@pytest.mark.parametrize("max_cells", [1, 4, 9])
-def test_no_more_cells_at_a_time_than_allowed(max_cells):
+def test_no_more_cells_at_a_time_than_allowed():
     hidden, prediction, joint, rest = make()
     cells = []
 
@@ -290,8 +342,8 @@ def test_no_more_cells_at_a_time_than_allowed(max_cells):
         cells.append(h.shape[0] * p.shape[1])
         return joint(h, p)
 
-    joint_transducer_loss(hidden, prediction, counted, *rest, max_cells=max_cells).backward()
-    assert max(cells) <= max_cells
+    joint_transducer_loss(hidden, prediction, counted, *rest, max_cells=4).backward()
+    assert max(cells) <= 4
     assert sum(cells) == 2 * sum(t * (u + 1) for t, u in zip(rest[1].tolist(), rest[2].tolist(), strict=True))
 
 
@@ -312,17 +364,6 @@ def test_no_more_cells_at_a_time_than_allowed(max_cells):
         ({"logit_lengths": torch.tensor([7, 1, 3, 4])}, ValueError, "logit_lengths must be from 1 to 6, got 1 to 7"),
         ({"target_lengths": torch.tensor([4, -1, 0, 3])}, ValueError, "target_lengths must be from 0 to 4, got -1"),
         ({"reduction": "batch"}, ValueError, "reduction must be one of 'none', .* got 'batch'"),
-    ],
-)
-def test_errors(changes, error, message):
-    given = dict(zip(("logits", "targets", "logit_lengths", "target_lengths"), batch(dtype=torch.float32), strict=True))
-    with pytest.raises(error, match=message):
-        transducer_loss(**{**given, **changes})
-
-
-@pytest.mark.parametrize(
-    ("changes", "error", "message"),
-    [
         ({"prediction": torch.zeros(4, 5)}, ValueError, r"prediction must be \[B, U \+ 1, P\]"),
         ({"prediction": torch.zeros(3, 5, 4)}, ValueError, r"same batch and device, got \[4, 6, 5\] .* \[3, 5, 4\]"),
         ({"joint": lambda h, p: h @ torch.ones(5, 7).double()}, ValueError, r"got torch.float64 \[6, 1, 7\]"),
@@ -330,25 +371,27 @@ def test_errors(changes, error, message):
         ({"max_cells": 0}, ValueError, "max_cells must be at least 1, got 0"),
     ],
 )
-def test_errors_of_a_joint_network(changes, error, message):
-    hidden, prediction, joint, rest = make()
-    names = ("targets", "logit_lengths", "target_lengths")
-    given = {"hidden": hidden, "prediction": prediction, "joint": joint, **dict(zip(names, rest, strict=True))}
+def test_errors(changes, error, message):
+    given = dict(zip(("logits", "targets", "logit_lengths", "target_lengths"), batch(dtype=torch.float32), strict=True))
+    call = transducer_loss
+    if {"prediction", "joint", "max_cells"} & changes.keys():
+        call, hidden, prediction, joint, _ = joint_transducer_loss, *make()
+        del given["logits"]
+        given |= {"hidden": hidden, "prediction": prediction, "joint": joint}
     with pytest.raises(error, match=message):
-        joint_transducer_loss(**{**given, **changes})
+        call(**given | changes)
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("options", [{}, {"reduction": "sum"}], ids=["mean", "sum"])
-def test_torchaudio_agrees(options):
+def test_torchaudio_agrees():
     try:
         rnnt_loss = importlib.import_module("torchaudio.functional").rnnt_loss
     except Exception as reason:  # a build for another torch or without a CUDA library fails in many ways
         pytest.skip(str(reason))
     logits, targets, *lengths = batch([20, 14, 9], [8, 5, 2], 11, dtype=torch.float32)
     logits.requires_grad_()
-    theirs = rnnt_loss(logits, targets.clamp(min=0).int(), *(length.int() for length in lengths), blank=0, **options)
-    found = [transducer_loss(logits, targets, *lengths, **options), theirs]
+    theirs = rnnt_loss(logits, targets.clamp(min=0).int(), *(length.int() for length in lengths), blank=0)
+    found = [transducer_loss(logits, targets, *lengths), theirs]
     torch.testing.assert_close(*found, rtol=1e-5, atol=0)
     torch.testing.assert_close(*(gradient(loss, logits) for loss in found), rtol=0, atol=1e-5)
 

@@ -28,23 +28,13 @@ from favor.models.speech.word_beam import search_emissions
 pytest.importorskip("flashlight.lib.text.decoder", reason="needs flashlight-text, of the extra lm")
 
 LN10 = math.log(10)
+LETTERS = train_tokenizer(["A B", "AB BA"], "char")
 UNIGRAMS = {"<s>": (-99, -0.3), "</s>": (-0.9, 0), "<unk>": (-1.5, 0), "A": (-0.6, -0.2), "B": (-0.8, -0.4)}
 UNIGRAMS |= {"AB": (-1.0, -0.1)}
 BIGRAMS = {("<s>", "A"): -0.4, ("A", "B"): -0.5, ("B", "</s>"): -0.3, ("AB", "AB"): -0.7}
-ARPA = [
-    *("\\data\\", "ngram 1=6", "ngram 2=4", "", "\\1-grams:"),
-    *(
-        f"{probability}\t{word}" + (f"\t{backoff}" if backoff else "")
-        for word, (probability, backoff) in UNIGRAMS.items()
-    ),
-    *(
-        "",
-        "\\2-grams:",
-        *(f"{probability}\t{' '.join(words)}" for words, probability in BIGRAMS.items()),
-        "",
-        "\\end\\",
-    ),
-]
+ARPA = ["\\data\\", "ngram 1=6", "ngram 2=4", "", "\\1-grams:"]
+ARPA += [f"{own}\t{word}" + (f"\t{backoff}" if backoff else "") for word, (own, backoff) in UNIGRAMS.items()]
+ARPA += ["", "\\2-grams:", *(f"{own}\t{' '.join(words)}" for words, own in BIGRAMS.items()), "", "\\end\\"]
 # The same model, made by KenLM's program build_binary.
 BINARY = """
 c-qU&O)OBz$yLZGDJihh*U!#KO-##7%}LQq&d=3P&QD2INXswEO)OC;OD!tS%+FIW<zhg9274f}pAks>2Lg}?BUFY7OdhaD7Gs0bEDWfCjR80K
@@ -62,7 +52,7 @@ def arpa(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    return train_tokenizer(["A B", "AB BA"], "char")
+    return LETTERS
 
 
 def by_hand(words):
@@ -110,17 +100,22 @@ def logits_of(tokenizer, texts):
 
 
 @pytest.mark.parametrize("frames", [0, 1, 4])
-def test_every_text_has_its_ctc_probability_and_the_score_of_its_words(arpa, tokenizer, frames):
+@pytest.mark.parametrize("known", [False, True])
+def test_every_text_has_its_ctc_probability_and_the_score_of_its_words(arpa, tokenizer, known, frames):
+    """Against the sum over all texts, or those of known words, each of which begins with a space."""
     torch.manual_seed(0)
     logits = 2 * torch.randn(1, frames, len(tokenizer))
-    scorer = WordScorer(tokenizer, arpa, lm_weight=0.7, word_score=0.4, hotwords=["A", "B A"], hotword_weight=1.3)
-    found = found_of(ctc_word_beam(logits, [frames], scorer, beam_size=3000)[0])
+    kind, more = (WordLexicon, {}) if known else (WordScorer, {"hotwords": ["A", "B A"], "hotword_weight": 1.3})
+    scorer = kind(tokenizer, arpa, lm_weight=0.7, word_score=0.4, **more)
+    search = ctc_lexicon_beam if known else ctc_word_beam
     expected = {}
     for text, log_prob in all_texts(logits[0], len(tokenizer)) if frames else [((), 0.0)]:
         words = words_of(tokenizer, text)
-        hot = words.count("A") + sum(pair == ("B", "A") for pair in itertools.pairwise(words))
+        if known and not (set(words) <= {"A", "B", "AB"} and list(text) == tokenizer(" ".join(words)).input_ids):
+            continue
+        hot = 0 if known else words.count("A") + sum(pair == ("B", "A") for pair in itertools.pairwise(words))
         expected[text] = log_prob + 0.7 * by_hand(words) + 0.4 * len(words) + 1.3 * hot
-    assert found == pytest.approx(expected, abs=1e-4)
+    assert found_of(search(logits, [frames], scorer, beam_size=5000)[0]) == pytest.approx(expected, abs=1e-4)
 
 
 def test_impossible_tokens_are_in_no_hypothesis(tokenizer):
@@ -130,21 +125,6 @@ def test_impossible_tokens_are_in_no_hypothesis(tokenizer):
     found = ctc_word_beam(logits, [4], WordScorer(tokenizer, hotwords=["A"]), 3000)[0]
     assert {token for one in found for token in one.tokens} == {4, 5}
     assert all(math.isfinite(one.log_prob) for one in found)
-
-
-def test_a_language_model_and_hotwords_change_the_text(arpa, tokenizer):
-    logits = logits_of(tokenizer, {"BA": 1.1, "AB": 1.0})
-
-    def best(**options):
-        text = ctc_word_beam(logits[None], [len(logits)], WordScorer(tokenizer, **options))[0][0].tokens
-        return " ".join(words_of(tokenizer, text))
-
-    assert best() == "BA"
-    assert best(language_model=arpa) == "AB"
-    assert best(language_model=arpa, lm_weight=0.0) == "BA"
-    assert best(hotwords=["AB"]) == "AB"
-    assert best(hotwords=["AB"], hotword_weight=0.1) == "BA"
-    assert best(language_model=arpa, hotwords=["BA"]) == "BA"
 
 
 def test_a_hotword_is_worth_the_same_however_it_is_cut_into_tokens(arpa, tokenizer):
@@ -225,37 +205,41 @@ def test_refusals_of_files(tmp_path, content, message):
         NgramModel(path)
 
 
+LM = {"language_model": "lm.arpa"}
+ZEROS = torch.zeros(1, 2, len(LETTERS))
+
+
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("call", "message"),
     [
-        ({"lm_weight": 0.5}, "lm_weight needs language_model, which is not given"),
-        ({"hotword_weight": 3}, "hotword_weight needs hotwords, which is not given"),
-        ({"language_model": "lm.arpa", "lm_weight": -1.0}, "lm_weight must be a number of at least 0, got -1.0"),
-        ({"language_model": "lm.arpa", "word_score": math.nan}, "word_score must be a number, got nan"),
-        ({"hotwords": ["A"], "hotword_weight": math.inf}, "hotword_weight must be a number of at least 0, got inf"),
-        ({"hotwords": ["A", "Ba"]}, "must be written as the tokenizer writes words; it cannot write 'a' of 'Ba'"),
-        ({"hotwords": [" "]}, "hotwords must not hold an empty word"),
-        ({"language_model": "small.arpa"}, "language_model has no word that the tokenizer can write; one .* is 'a'"),
+        (lambda: WordScorer(LETTERS, lm_weight=0.5), "lm_weight needs language_model, which is not given"),
+        (lambda: WordScorer(LETTERS, hotword_weight=3), "hotword_weight needs hotwords, which is not given"),
+        (lambda: WordScorer(LETTERS, lm_weight=-1.0, **LM), "lm_weight must be a number of at least 0"),
+        (lambda: WordScorer(LETTERS, word_score=math.nan, **LM), "word_score must be a number, got nan"),
+        (lambda: WordScorer(LETTERS, hotwords=["A"], hotword_weight=math.inf), "hotword_weight must be a number"),
+        (lambda: WordScorer(LETTERS, hotwords=["A", "Ba"]), "cannot write 'a' of 'Ba'"),
+        (lambda: WordScorer(LETTERS, hotwords=[" "]), "hotwords must not hold an empty word"),
+        (lambda: WordScorer(LETTERS, hotwords="AB"), "must be a list of words, got the string 'AB'"),
+        (lambda: WordScorer(LETTERS, "small.arpa"), "no word that the tokenizer can write; one .* is 'a'"),
+        (lambda: WordLexicon(LETTERS, "small.arpa"), "no word that the tokenizer can write; one .* is 'a'"),
+        (lambda: WordLexicon(LETTERS, "lm.arpa", lm_weight=-1), "lm_weight must be a number of at least 0"),
+        (
+            lambda: WordLexicon(train_tokenizer(["A B", "AB BA"] * 9, "bpe", 8), "lm.arpa"),
+            "tokenizer must be one of characters for a lexicon",
+        ),
+        (lambda: ctc_word_beam(ZEROS, [2], WordScorer(LETTERS), 0), "beam_size must be at least 1, got 0"),
+        (lambda: ctc_word_beam(ZEROS[..., 1:], [2], WordScorer(LETTERS)), r"logits must be \[B, L, 6\]"),
+        (lambda: ctc_word_beam(ZEROS + math.nan, [2], WordScorer(LETTERS)), "logits must be finite"),
+        (lambda: ctc_lexicon_beam(ZEROS[..., 1:], [2], WordLexicon(LETTERS, "lm.arpa")), r"logits must be \[B, L, 6"),
+        (lambda: ctc_lexicon_beam(ZEROS, [2], WordLexicon(LETTERS, "lm.arpa"), piece=2), "at least 3 frames, got 2"),
     ],
 )
-def test_refusals_of_scores(arpa, tokenizer, options, message, tmp_path, monkeypatch):
+def test_refusals(arpa, call, message, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "lm.arpa").write_bytes(arpa.read_bytes())
     write_arpa(["a b"], "small.arpa")
-    with pytest.raises(ValueError, match=message):
-        WordScorer(tokenizer, **options)
-
-
-def test_refusals_of_the_search(tokenizer):
-    scorer, logits = WordScorer(tokenizer), torch.zeros(1, 2, len(tokenizer))
-    with pytest.raises(TypeError, match="hotwords must be a list of words, got the string 'AB'"):
-        WordScorer(tokenizer, hotwords="AB")
-    with pytest.raises(ValueError, match="beam_size must be at least 1, got 0"):
-        ctc_word_beam(logits, [2], scorer, 0)
-    with pytest.raises(ValueError, match=r"logits must be \[B, L, 6\], as many as scorer's tokens"):
-        ctc_word_beam(torch.zeros(1, 2, 7), [2], scorer)
-    with pytest.raises(ValueError, match="logits must be finite"):
-        ctc_word_beam(logits + math.nan, [2], scorer)
+    with pytest.raises((TypeError, ValueError), match=message):
+        call()
 
 
 @pytest.fixture(scope="module")
@@ -295,52 +279,32 @@ def test_transcribe_searches_with_times(models, arpa, known_words):
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("options", "message", "of_transducer"),
     [
-        ({"hotwords": ["A"]}, "hotwords needs a ConformerForCTC, got a ConformerForTransducer, whose search scores no"),
-        ({"lm_weight": 1.0}, "lm_weight needs a ConformerForCTC, got a ConformerForTransducer"),
-        ({"beam_size": 4}, "beam_size needs a ConformerForCTC, got a ConformerForTransducer"),
-        ({"known_words": True, "language_model": "lm"}, "known_words needs a ConformerForCTC"),
+        ({"beam_size": 1, "hotwords": ["A"]}, "beam_size must be above 1 with hotwords, got 1", None),
+        ({"hotwords": ["A"]}, None, "hotwords needs a ConformerForCTC, got a ConformerForTransducer"),
+        ({"beam_size": 0}, "beam_size must be at least 1, got 0", None),
+        ({"beam_size": 4}, None, "beam_size needs a ConformerForCTC"),
+        ({"word_score": 1.0}, "word_score needs language_model", "word_score needs a ConformerForCTC"),
+        ({"known_words": True}, "known_words needs language_model, whose words are the known ones", None),
+        ({"known_words": True, "language_model": "lm"}, None, "known_words needs a ConformerForCTC"),
+        ({"known_words": True, "language_model": "lm", "hotwords": ["A"]}, "hotwords has no effect", None),
+        ({"known_words": True, "language_model": "lm", "beam_size": 1}, "beam_size must be above 1", None),
     ],
 )
-def test_a_transducer_refuses_what_it_would_ignore(models, options, message):
-    _, transducer, processor = models
-    with pytest.raises(ValueError, match=message):
-        transducer.transcribe(torch.zeros(9000), processor=processor, **options)
+def test_transcribe_refuses_what_it_would_ignore(models, options, message, of_transducer):
+    for model, said in zip(models, (message, of_transducer), strict=False):
+        if said is not None:
+            with pytest.raises(ValueError, match=said):
+                model.transcribe(torch.zeros(9000), processor=models[2], **options)
 
 
-def test_transcribe_refuses_what_it_would_ignore(models, monkeypatch):
+def test_a_search_without_its_package_names_the_extra(models, monkeypatch):
     model, _, processor = models
-    for options, message in (
-        ({"beam_size": 1, "hotwords": ["A"]}, "beam_size must be above 1 with hotwords, got 1"),
-        ({"beam_size": 0}, "beam_size must be at least 1, got 0"),
-        ({"word_score": 1.0}, "word_score needs language_model"),
-        ({"known_words": True}, "known_words needs language_model, whose words are the known ones"),
-        ({"known_words": True, "language_model": "lm", "hotwords": ["A"]}, "hotwords has no effect with known_words"),
-        ({"known_words": True, "language_model": "lm", "beam_size": 1}, "beam_size must be above 1 with known_words"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            model.transcribe(torch.zeros(9000), processor=processor, **options)
     monkeypatch.setitem(sys.modules, "flashlight", None)
     for options in ({"beam_size": 4}, {"hotwords": ["A"]}, {"language_model": "lm.arpa"}):
         with pytest.raises(ImportError, match=r'flashlight-text is not installed .*`pip install "favor\[lm\]"`'):
             model.transcribe(torch.zeros(9000), processor=processor, **options)
-
-
-@pytest.mark.parametrize("frames", [0, 1, 5])
-def test_every_text_of_the_lexicon_has_its_score(arpa, tokenizer, frames):
-    """Against the sum over all texts: those of known words, each of which begins with a space."""
-    torch.manual_seed(0)
-    logits = 2 * torch.randn(1, frames, len(tokenizer))
-    lexicon = WordLexicon(tokenizer, arpa, lm_weight=0.7, word_score=0.4)
-    assert lexicon.words == 3
-    found = found_of(ctc_lexicon_beam(logits, [frames], lexicon, beam_size=5000)[0])
-    expected = {}
-    for text, log_prob in all_texts(logits[0], len(tokenizer)) if frames else [((), 0.0)]:
-        words = words_of(tokenizer, text)
-        if set(words) <= {"A", "B", "AB"} and list(text) == tokenizer(" ".join(words)).input_ids:
-            expected[text] = log_prob + 0.7 * by_hand(words) + 0.4 * len(words)
-    assert found == pytest.approx(expected, abs=1e-4)
 
 
 def test_a_lexicon_searches_long_rows_in_pieces(tokenizer, tmp_path, monkeypatch):
@@ -358,8 +322,6 @@ def test_a_lexicon_searches_long_rows_in_pieces(tokenizer, tmp_path, monkeypatch
     times = ctc_align(logits, [logits.shape[1]], [whole.tokens])
     monkeypatch.setattr(WordLexicon, "piece", 28)
     assert search_emissions(logits, [logits.shape[1]], lexicon) == times
-    with pytest.raises(ValueError, match="piece must be at least 3 frames, got 2"):
-        ctc_lexicon_beam(logits, [5], lexicon, piece=2)
 
 
 def test_a_row_that_says_nothing_has_no_words(arpa, tokenizer):
@@ -369,14 +331,3 @@ def test_a_row_that_says_nothing_has_no_words(arpa, tokenizer):
     assert ctc_lexicon_beam(logits, [3], lexicon) == [[]]
     assert search_emissions(logits, [3], lexicon) == [[]]
     assert ctc_lexicon_beam(logits, [3], lexicon, piece=3)[0] == []
-
-
-def test_what_the_lexicon_refuses(arpa, tokenizer, tmp_path):
-    with pytest.raises(ValueError, match="lm_weight must be a number of at least 0, got -1"):
-        WordLexicon(tokenizer, arpa, lm_weight=-1)
-    with pytest.raises(ValueError, match="tokenizer must be one of characters for a lexicon"):
-        WordLexicon(train_tokenizer(["A B", "AB BA"] * 9, "bpe", 8), arpa)
-    with pytest.raises(ValueError, match="no word that the tokenizer can write; one of its words is 'good'"):
-        WordLexicon(tokenizer, write_arpa(["good"], tmp_path / "other.arpa", 2))
-    with pytest.raises(ValueError, match=r"logits must be \[B, L, 6\], as many as scorer's tokens"):
-        ctc_lexicon_beam(torch.zeros(1, 2, 3), [2], WordLexicon(tokenizer, arpa))
