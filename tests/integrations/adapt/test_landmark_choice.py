@@ -9,7 +9,7 @@ from test_calibrate import batches, bert, llama, tokens
 from torch.nn.functional import scaled_dot_product_attention
 
 import favor
-from favor.integrations.adapt.convert import LayerErrors
+from favor.integrations.adapt.convert import LayerErrors, Setting, cheapest_error
 from favor.integrations.adapt.observe import observe
 from favor.integrations.layer import attention_modules, stored_choice
 
@@ -65,16 +65,15 @@ def test_more_budget_is_never_worse_and_none_is_overdrawn(few):
     assert errors[-1] == 0  # everything is exact
 
 
-@pytest.mark.parametrize("budget", [0.3, 0.5, 0.7])
-def test_the_choice_is_the_best_of_all(budget, few, monkeypatch):
+def test_the_choice_is_the_best_of_all(few, monkeypatch):
     """Against every combination of settings of both layers, and the errors against their definition."""
     seen, measured = [], LayerErrors.means
     monkeypatch.setattr(LayerErrors, "means", lambda self: seen.append(measured(self)) or seen[-1])
-    model = favor.convert(bert(), "landmark", dataloader=batches(), flop_budget=budget, **AUTO)
+    model = favor.convert(bert(), "landmark", dataloader=batches(), flop_budget=0.5, **AUTO)
     costs = {None: 1.0} | {each: sum(each) / 20 for each in (set(seen[0][1]) - {None})}
     layers = list(seen[0])
     assert len(costs) == 5
-    allowed = [pair for pair in product(costs, costs) if sum(costs[each] for each in pair) / 2 <= budget]
+    allowed = [pair for pair in product(costs, costs) if sum(costs[each] for each in pair) / 2 <= 0.5]
     best = min(sum(seen[0][layer][each] for layer, each in zip(layers, pair, strict=True)) for pair in allowed)
     assert error_of(model, batches()) == pytest.approx(best / 8, rel=1e-4)
 
@@ -182,3 +181,16 @@ def test_a_note_on_audio_encoders_with_groups_alone():
     assert not favor.describe(text).notes
     decoder = favor.configure(whisper(), "landmark", only="model.decoder", exact_below=0, selected_keys=0)
     assert not favor.describe(decoder).notes
+
+
+@pytest.mark.parametrize("limit", [3, 8, 100])
+def test_exact_choice_of_many_layers(limit):
+    """Against every combination of settings of three layers."""
+    generator = torch.Generator().manual_seed(limit)
+    settings = [Setting(*each) for each in product((1, 2), (0, 1, 3, 6))]
+    errors = {n: dict(zip(settings, torch.rand(8, generator=generator).tolist(), strict=True)) for n in range(3)}
+    found = cheapest_error(errors, {n: {each: sum(each) for each in settings} for n in errors}, limit)
+    assert sum(map(sum, found.values())) <= limit
+    allowed = [chosen for chosen in product(settings, repeat=3) if sum(map(sum, chosen)) <= limit]
+    best = min(sum(errors[n][each] for n, each in enumerate(chosen)) for chosen in allowed)
+    assert sum(errors[n][each] for n, each in found.items()) == pytest.approx(best)
