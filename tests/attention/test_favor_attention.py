@@ -121,14 +121,12 @@ def test_the_future_does_not_change_the_past(name, length, padded):
 
 
 @pytest.mark.parametrize("name", ["gerf", "saderf", "aderf", "sderf"])
-def test_causal_statistics_fall_back_to_favor_plus_and_say_so(name):
+@pytest.mark.parametrize("options", [{"is_causal": True}, {"use_statistics": False}], ids=["causal", "without"])
+def test_causal_statistics_fall_back_to_favor_plus_and_say_so(name, options):
     tensors = inputs()
     with pytest.warns(UserWarning, match=r"computes FAVOR\+"):
-        out = attend(*tensors, name=name, is_causal=True)
-    torch.testing.assert_close(out, attend(*tensors, name="pos", is_causal=True), rtol=0, atol=0)
-    with pytest.warns(UserWarning, match=r"computes FAVOR\+"):
-        out = attend(*tensors, name=name, use_statistics=False)
-    torch.testing.assert_close(out, attend(*tensors, name="pos"), rtol=0, atol=0)
+        out = attend(*tensors, name=name, **options)
+    assert torch.equal(out, attend(*tensors, name="pos", is_causal="is_causal" in options))
 
 
 @pytest.mark.parametrize("rf", ["pos", "trig", "relu", "elu"])
@@ -140,25 +138,17 @@ def test_gradients_by_finite_differences(rf, is_causal):
 
 
 @pytest.mark.parametrize("name", ["gerf", "saderf", "aderf", "sderf"])
-def test_gradients_hold_the_parameters_fixed(name):
+def test_gradients_hold_the_parameters_fixed_for_any_subset_of_inputs(name):
     tensors = [t.requires_grad_() for t in inputs(9, batch=1, heads=1, key_heads=1, scale=0.7)]
-    out = attend(*tensors, name=name)
     reference = reference_attention(*tensors, name=name)
-    weight = torch.randn_like(out)
-    mine = torch.autograd.grad((out * weight).sum(), tensors)
-    theirs = torch.autograd.grad((reference * weight).sum(), tensors)
-    for a, b in zip(mine, theirs, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-10)
-
-
-@pytest.mark.parametrize("subset", [(0,), (1,), (0, 2)])
-def test_gradients_for_any_subset_of_inputs(subset):
-    tensors = [t.requires_grad_() for t in inputs(10)]
-    full = torch.autograd.grad(attend(*tensors, name="sderf").sum(), tensors)
-    some = [t.detach().requires_grad_(i in subset) for i, t in enumerate(tensors)]
-    attend(*some, name="sderf").sum().backward()
-    for i, expected in enumerate(full):
-        assert some[i].grad is None if i not in subset else torch.equal(some[i].grad, expected)
+    weight = torch.randn_like(reference)
+    expected = torch.autograd.grad((reference * weight).sum(), tensors)
+    for subset in ((0, 1, 2), (0,), (1,), (0, 2)):
+        some = [t.detach().requires_grad_(i in subset) for i, t in enumerate(tensors)]
+        (attend(*some, name=name) * weight).sum().backward()
+        for i, tensor in enumerate(some):
+            if i in subset:
+                torch.testing.assert_close(tensor.grad, expected[i], rtol=1e-9, atol=1e-10)
 
 
 @pytest.mark.parametrize("family", [features.PosRF, features.GERF, features.ADERF, features.SDERF])
@@ -171,33 +161,28 @@ def test_gaussian_kernel_attention(family):
     assert (out - exact).norm() / exact.norm() < 0.05
 
 
-def test_trigonometric_and_baseline_maps_are_their_formulas():
+def test_elu_is_its_formula_and_relu_knows_no_scale():
     query, key, value = inputs(12, heads=2, key_heads=2, value_dim=8)
-    x, y = query * 8**-0.25, key * 8**-0.25
-    phi_x, phi_y = torch.nn.functional.elu(x) + 1, torch.nn.functional.elu(y) + 1
-    weights = phi_x @ phi_y.transpose(-1, -2)
+    phi_x, phi_y = (torch.nn.functional.elu(rows * 8**-0.25) + 1 for rows in (query, key))
+    weights = phi_x @ phi_y.mT
     expected = weights @ value / weights.sum(-1, keepdim=True)
     torch.testing.assert_close(attend(query, key, value, name="elu"), expected, rtol=1e-10, atol=1e-10)
-    scaled = favor.favor_attention(7 * query, key, value, features="relu")
-    torch.testing.assert_close(scaled, favor.favor_attention(query, key, value, features="relu"))
+    scaled = attend(7 * query, key, value, name="relu")
+    torch.testing.assert_close(scaled, attend(query, key, value, name="relu"))
 
 
 def test_directions_depend_on_seed_layer_and_redraw():
+    """And those drawn in inference mode serve training."""
     tensors = inputs(30)
-    outs = [attend(*tensors, name="pos", **options) for options in ({}, {"seed": 1}, {"layer": 1}, {"redraw": 1})]
-    for i, one in enumerate(outs):
-        for two in outs[:i]:
-            assert not torch.allclose(one, two)
-    assert torch.equal(outs[0], attend(*tensors, name="pos"))
-
-
-def test_directions_cached_in_inference_mode_serve_training():
-    query, key, value = inputs(8)
+    changes = ({"seed": 987}, {"seed": 1}, {"layer": 1}, {"redraw": 1})
     with torch.inference_mode():
-        attend(query, key, value, name="pos", seed=987)
-    query.requires_grad_()
-    attend(query, key, value, name="pos", seed=987).sum().backward()
-    assert query.grad.isfinite().all()
+        outs = [attend(*tensors, name="pos", **options).clone() for options in changes]
+    assert not any(torch.allclose(one, two) for i, one in enumerate(outs) for two in outs[:i])
+    tensors[0].requires_grad_()
+    again = attend(*tensors, name="pos", seed=987)
+    again.sum().backward()
+    assert torch.equal(again, outs[0])
+    assert tensors[0].grad.isfinite().all()
 
 
 def test_query_mask_is_separate_in_cross_attention():
@@ -210,18 +195,21 @@ def test_query_mask_is_separate_in_cross_attention():
 
 
 def test_user_given_parameters():
-    """A general DERF goes through attention like the built-in ones."""
-    query, key, value = inputs(9, heads=2, key_heads=2)
+    """A general DERF goes through attention like the built-in ones; parameters are taken in the type of the inputs."""
+    tensors = inputs(9, heads=2, key_heads=2)
     identity = torch.eye(8, dtype=torch.float64)
+    plain = attend(*tensors, name="pos")
     rf = features.DERF(0 * identity, identity, identity)
-    out = favor.favor_attention(query, key, value, features=rf, num_features=NUM_FEATURES)
-    torch.testing.assert_close(out, attend(query, key, value, name="pos"))
+    torch.testing.assert_close(favor.favor_attention(*tensors, features=rf, num_features=NUM_FEATURES), plain)
+    for name in ("gerf", "pos"):
+        torch.testing.assert_close(attend(*tensors, name=name, **GIVEN), plain)
 
 
 SIZES = {"query": (2, 4, 5, 8), "key": (2, 2, 5, 8), "value": (2, 2, 5, 8)}
 GIVEN = {"parameters": features.Parameters.identity(8, dtype=torch.float32, device="cpu")}
 ENDS = {"cu_seqlens_q": torch.tensor([0, 3, 5]), "cu_seqlens_k": torch.tensor([0, 2, 5])}
 ONE = {name: torch.zeros(1, *shape[1:]) for name, shape in SIZES.items()}
+PACKED = ONE | ENDS
 ERRORS = [
     ({"query": torch.zeros(2, 4, 8)}, ValueError, r"query must be \[batch, heads, length, width\]"),
     ({"query": torch.zeros(2, 4, 5, 8, dtype=torch.long)}, TypeError, "query must be a floating-point"),
@@ -244,7 +232,15 @@ ERRORS = [
     ({"window": 4, "features": "relu"}, ValueError, "a window needs positive features"),
     ({"window": 4, "features": features.SDERF(alpha=-0.5)}, ValueError, "a window needs .* of the softmax kernel"),
     ({"window": 4, "query": torch.zeros(2, 4, 3, 8)}, ValueError, "got 3 queries and 5 keys; use window=0"),
-    (ONE | ENDS | {"window": 4}, ValueError, "packed queries and keys of the same lengths"),
+    (PACKED | {"window": 4}, ValueError, "packed queries and keys of the same lengths"),
+    (PACKED | {"cu_seqlens_k": None}, ValueError, "go together"),
+    (PACKED | {"cu_seqlens_k": torch.tensor([0, 1, 2, 5])}, ValueError, "same sequences, got 2 and 3"),
+    (PACKED | {"cu_seqlens_q": torch.tensor([0, 7])}, ValueError, r"from 0 to 5, got \[0, 7\]"),
+    (PACKED | {"cu_seqlens_q": torch.tensor([0.0, 3, 5])}, ValueError, r"lengths \[0, ..., 5\] as integers"),
+    ({name: tensor.to("meta") for name, tensor in PACKED.items()}, ValueError, "cu_seqlens_q must hold numbers"),
+    (PACKED | {"key_padding_mask": torch.ones(1, 5, dtype=torch.bool)}, ValueError, "no padding"),
+    (PACKED | {"is_causal": True}, ValueError, "at least as many keys as queries in every"),
+    (ENDS, ValueError, "batch of size 1, got 2"),
 ]
 
 
@@ -253,12 +249,6 @@ def test_errors_say_what_was_expected(change, error, message):
     arguments = {name: torch.zeros(shape) for name, shape in SIZES.items()} | {"features": "pos"} | change
     with pytest.raises(error, match=message):
         favor.favor_attention(**arguments)
-
-
-def test_parameters_are_taken_in_the_type_of_the_inputs():
-    tensors = inputs(12)
-    for name in ("gerf", "pos"):
-        torch.testing.assert_close(attend(*tensors, name=name, **GIVEN), attend(*tensors, name="pos"))
 
 
 @pytest.mark.parametrize("padded", [False, True])
@@ -298,3 +288,30 @@ def test_nothing_in_nothing_out(name, sizes, is_causal):
     out = attend(*tensors, name=name, is_causal=is_causal)
     assert out.shape == (batch, 4, length, value_dim)
     assert not any(slope.any() for slope in torch.autograd.grad(out.sum(), tensors))
+
+
+ROWS = [7, 1, 30, 0, 12]
+
+
+def cumulative(lengths):
+    return torch.tensor([0, *lengths]).cumsum(0).int()
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("is_causal", [False, True], ids=["bidirectional", "causal"])
+@pytest.mark.parametrize("columns", [ROWS, [9, 4, 30, 2, 12]], ids=["self", "cross"])
+def test_a_packed_sequence_is_as_if_it_were_alone(name, is_causal, columns):
+    if "@" in name and not is_causal and columns is not ROWS:
+        pytest.skip("cross attention has no window")
+    packed = [t.requires_grad_() for t in inputs(sum(ROWS), sum(columns), batch=1, scale=0.5)]
+    alone = [t.detach().clone().requires_grad_() for t in packed]
+    lengths = {"cu_seqlens_q": cumulative(ROWS), "cu_seqlens_k": cumulative(columns)}
+    out = attend(*packed, name=name, is_causal=is_causal, **lengths)
+    parts = zip(*(t.split(n, 2) for t, n in zip(alone, (ROWS, columns, columns), strict=True)), strict=True)
+    expected = torch.cat([attend(*part, name=name, is_causal=is_causal) for part in parts], dim=2)
+    torch.testing.assert_close(out, expected, rtol=1e-10, atol=1e-10)
+    for tensors, result in ((packed, out), (alone, expected)):
+        (result * torch.linspace(-1, 1, result.numel(), dtype=torch.float64).view_as(result)).sum().backward()
+        assert all(t.grad.isfinite().all() for t in tensors)
+    for ours, theirs in zip(packed, alone, strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-8, atol=1e-10)

@@ -1,6 +1,7 @@
 """Directions that are given with the parameters take the place of the drawn ones in every form of attention."""
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from favor import favor_attention, features
 from favor.kernels import StreamState
 
 HEADS, HEAD_DIM, FEATURES = 2, 8, 16
+run = partial(favor_attention, features="sderf", num_features=FEATURES)
 
 
 def parameters(seed=0):
@@ -28,17 +30,12 @@ def parameters(seed=0):
 def expected(query, key, value, given):
     """Normalised attention from the features of each head, in float64."""
     family, out = features.get("sderf"), []
-    scale = query.shape[-1] ** -0.25
     for head in range(query.shape[1]):
-        own = given.heads([head // (query.shape[1] // key.shape[1])])
-        x, y = (scale * rows.double() for rows in (query[:, head], key[:, head // (query.shape[1] // key.shape[1])]))
+        own = given.heads([head // 2])
+        x, y = (query.shape[-1] ** -0.25 * rows.double() for rows in (query[:, head], key[:, head // 2]))
         kernel = family.kernel(x, y, own.directions[0].double(), own.to(x))
         out.append(kernel / kernel.sum(-1, keepdim=True) @ value[:, head // 2].double())
     return torch.stack(out, 1)
-
-
-def run(*tensors, **options):
-    return favor_attention(*tensors, features="sderf", num_features=FEATURES, **options)
 
 
 def test_attention_uses_them():

@@ -30,10 +30,7 @@ def test_numerator_and_denominator_are_unbiased(name):
     log_phi_q = rows @ to_query.mT + of_queries.unflatten(1, (2, 2)).flatten(2, 3).unsqueeze(-1)
     weights = log_phi_q.exp() @ log_phi_k.exp().mT  # [draws, B, Hk, G L, S]
     exact = (SCALE * rows @ key.mT).exp().masked_fill(hidden.unsqueeze(-2), 0.0)
-    for found, expected in (
-        (weights.sum(-1), exact.sum(-1)),
-        (weights @ value, exact @ value),
-    ):
+    for found, expected in ((weights.sum(-1), exact.sum(-1)), (weights @ value, exact @ value)):
         error = found.std(0) / DRAWS**0.5
         assert ((found.mean(0) - expected).abs() <= 5 * error).all()
         # A constant that is off by a quarter would be seen.

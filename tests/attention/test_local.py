@@ -18,19 +18,17 @@ AXES = {
 
 
 def padding_of(kind, batch, length):
-    if kind is None:
-        return None
-    mask = torch.ones(batch, length, dtype=torch.bool)
     hidden = {"left": slice(None, length // 2), "right": slice(length // 2, None), "all": slice(None)}
-    mask[-1, hidden[kind]] = False
-    return mask
+    mask = torch.ones(batch, length, dtype=torch.bool)
+    mask[-1, hidden.get(kind, slice(0))] = False
+    return None if kind is None else mask
 
 
-def truth(query, key, value, reach, is_causal, padding):
+def truth(query, key, value, reach, is_causal, key_padding_mask):
     length, key_length, groups = query.shape[2], key.shape[2], query.shape[1] // key.shape[1]
     distance = torch.arange(length)[:, None] + key_length - length - torch.arange(key_length)
     visible = (distance >= (0 if is_causal else -reach)) & (distance <= reach)
-    visible = visible[None, None] if padding is None else visible & padding[:, None, None, :]
+    visible = visible[None, None] if key_padding_mask is None else visible & key_padding_mask[:, None, None, :]
     logits = query @ key.repeat_interleave(groups, 1).mT * query.shape[-1] ** -0.5
     weights = torch.softmax(logits.masked_fill(~visible, -1e30), -1) * visible.any(-1, keepdim=True)
     return weights @ value.repeat_interleave(groups, 1)
@@ -47,10 +45,7 @@ def test_output_and_gradients_are_those_of_the_formula(length, earlier, reach, i
     outs = []
     for function, dtype in ((local_attention, torch.float32), (truth, torch.float64)):
         leaves = [tensor.to(dtype).requires_grad_() for tensor in tensors]
-        if function is truth:
-            out = truth(*leaves, reach, is_causal, mask)
-        else:
-            out = local_attention(*leaves, reach, is_causal=is_causal, key_padding_mask=mask)
+        out = function(*leaves, reach, is_causal=is_causal, key_padding_mask=mask)
         outs.append((out, *torch.autograd.grad(out, leaves, upstream.to(dtype))))
     for found, expected in zip(*outs, strict=True):
         torch.testing.assert_close(found.double(), expected, rtol=0, atol=2e-5)

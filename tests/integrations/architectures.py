@@ -16,7 +16,7 @@ TOKENS = {"vocab_size": 40, "bos_token_id": 1, "eos_token_id": 2}
 ENCODER = {"encoder_layers": 2, "encoder_attention_heads": 4, "encoder_ffn_dim": 32, "init_std": 0.06}
 DECODER = {"decoder_layers": 2, "decoder_attention_heads": 4, "decoder_ffn_dim": 32, "forced_eos_token_id": 2}
 IMAGE = SIZES | {"image_size": 20, "patch_size": 4}
-DISTIL = {"dim": 32, "n_layers": 2, "n_heads": 4, "hidden_dim": 32, "initializer_range": 0.06}
+DISTIL = {"dim": 32, "n_layers": 2, "n_heads": 4, "hidden_dim": 32, "initializer_range": 0.06, "vocab_size": 40}
 CONVOLUTIONS = {"conv_dim": (8, 8), "conv_stride": (5, 5), "conv_kernel": (10, 5), "num_conv_pos_embeddings": 4}
 CONVOLUTIONS |= {"num_conv_pos_embedding_groups": 2, "conv_depthwise_kernel_size": 3, "layerdrop": 0.0}
 
@@ -34,26 +34,22 @@ def tokens(padded: bool) -> dict[str, torch.Tensor]:
     return {"input_ids": ids, "attention_mask": padding_mask()} if padded else {"input_ids": ids}
 
 
-def pixels(padded: bool) -> dict[str, torch.Tensor]:
-    return {"pixel_values": torch.randn(BATCH, 3, 20, 20, generator=torch.Generator().manual_seed(0))}
+def drawn(name: str, *shape: int, ends: tuple[int, ...] = ()) -> Callable[[bool], dict[str, torch.Tensor]]:
+    """Inputs of random numbers under a name; `ends` are the lengths of the rows when they are padded."""
+
+    def inputs(padded: bool) -> dict[str, torch.Tensor]:
+        found = {name: torch.randn(BATCH, *shape, generator=torch.Generator().manual_seed(0))}
+        if padded and ends:
+            found["attention_mask"] = (torch.arange(shape[0]) < torch.tensor(ends)[:, None]).long()
+        return found
+
+    return inputs
 
 
-def whisper_features(padded: bool) -> dict[str, torch.Tensor]:
-    return {"input_features": torch.randn(BATCH, 16, 2 * LENGTH, generator=torch.Generator().manual_seed(0))}
-
-
-def mel_frames(padded: bool) -> dict[str, torch.Tensor]:
-    frames = {"input_features": torch.randn(BATCH, 100, 16, generator=torch.Generator().manual_seed(0))}
-    if padded:
-        frames["attention_mask"] = (torch.arange(100) < torch.tensor([[100], [60], [84]])).long()
-    return frames
-
-
-def waveform(padded: bool) -> dict[str, torch.Tensor]:
-    audio = {"input_values": torch.randn(BATCH, 600, generator=torch.Generator().manual_seed(0))}
-    if padded:
-        audio["attention_mask"] = (torch.arange(600) < torch.tensor([[600], [400], [520]])).long()
-    return audio
+pixels = drawn("pixel_values", 3, 20, 20)
+whisper_features = drawn("input_features", 16, 2 * LENGTH)
+mel_frames = drawn("input_features", 100, 16, ends=(100, 60, 84))
+waveform = drawn("input_values", 600, ends=(600, 400, 520))
 
 
 def seq2seq(padded: bool) -> dict[str, torch.Tensor]:
@@ -94,11 +90,7 @@ class Architecture:
 ARCHITECTURES = [
     Architecture("bert", hf.BertModel, lambda: hf.BertConfig(**COMMON)),
     Architecture("roberta", hf.RobertaModel, lambda: hf.RobertaConfig(**COMMON)),
-    Architecture(
-        "distilbert",
-        hf.DistilBertModel,
-        lambda: hf.DistilBertConfig(**DISTIL, vocab_size=40, max_position_embeddings=64),
-    ),
+    Architecture("distilbert", hf.DistilBertModel, lambda: hf.DistilBertConfig(**DISTIL)),
     Architecture("electra", hf.ElectraModel, lambda: hf.ElectraConfig(**COMMON, embedding_size=16)),
     Architecture(
         "modernbert",
@@ -151,3 +143,5 @@ ARCHITECTURES = [
     Architecture("gpt-neox", hf.GPTNeoXModel, lambda: hf.GPTNeoXConfig(**COMMON)),
     Architecture("albert", hf.AlbertModel, lambda: hf.AlbertConfig(**COMMON, embedding_size=16)),
 ]  # fmt: skip
+BY_NAME = {own.name: own for own in ARCHITECTURES}
+BERT, LLAMA, BART = BY_NAME["bert"], BY_NAME["llama"], BY_NAME["bart"]

@@ -8,7 +8,7 @@ from dataclasses import fields
 import pytest
 import torch
 import transformers as hf
-from architectures import ARCHITECTURES, tokens
+from architectures import BART, BERT, BY_NAME, LLAMA, tokens
 from torch.utils.checkpoint import checkpoint
 
 import favor
@@ -16,9 +16,6 @@ from favor.integrations.backend import favor_attention_forward, model_options
 from favor.integrations.layer import layer_number, redraw_epoch
 from favor.landmark import Landmarks
 from favor.registry import Family
-
-BERT, LLAMA = (next(a for a in ARCHITECTURES if a.name == name) for name in ("bert", "llama"))
-ignore_fallback = pytest.mark.filterwarnings("ignore:.*parameters from this sequence:UserWarning")
 
 
 def test_aliases_are_the_same_attention():
@@ -34,15 +31,6 @@ def test_aliases_are_the_same_attention():
     assert all(not torch.allclose(a, b) for i, a in enumerate(distinct) for b in distinct[:i])
 
 
-def test_options_of_other_backends_do_not_stop_one_that_has_no_use_for_them():
-    model = BERT.build("favor_relu", num_features=16, exact_below=0)
-    expected = model(**tokens(True)).last_hidden_state
-    model.config.favor |= {"statistics": "calibrated", "kernel": "triton"}
-    assert torch.equal(model(**tokens(True)).last_hidden_state, expected)
-    favor.configure(model, "favor_relu", num_features=16)
-    favor.configure(BERT.build("favor+"), "favor+", factorization="newton_schulz")  # which it has no use for
-
-
 def test_options_are_merged_validated_and_stored():
     model = BERT.build("favor#")
     favor.configure(model, num_features=32, features="saderf")
@@ -52,11 +40,16 @@ def test_options_are_merged_validated_and_stored():
     assert json.loads(json.dumps(model.config.favor)) == options.to_dict()
     assert set(model.config.favor) == {field.name for field in fields(options)}
     before = dict(model.config.favor)
-    with pytest.raises(
-        ValueError, match=r"unknown option num_feature; the options are num_features.*Did you mean 'num_features'"
-    ):
+    with pytest.raises(ValueError, match=r"unknown option num_feature; .*Did you mean 'num_features'"):
         favor.configure(model, num_feature=3)
     assert model.config.favor == before
+    # Options of other backends do not stop one that has no use for them.
+    model = BERT.build("favor_relu", num_features=16, exact_below=0)
+    expected = model(**tokens(True)).last_hidden_state
+    model.config.favor |= {"statistics": "calibrated", "kernel": "triton"}
+    assert torch.equal(model(**tokens(True)).last_hidden_state, expected)
+    favor.configure(model, "favor_relu", num_features=16)
+    favor.configure(BERT.build("favor+"), "favor+", factorization="newton_schulz")
 
 
 @pytest.mark.parametrize(
@@ -83,30 +76,29 @@ def test_bad_options_name_what_was_expected(options, error, message):
 
 def test_exact_below_auto_is_the_crossover_of_the_device():
     bidirectional, causal = Family.crossover["cpu"]
-    config = favor.FavorConfig(num_features=100)
-    assert config.exact_threshold("cpu", False) == 100 * bidirectional
-    assert config.exact_threshold("cpu", True) == 100 * causal
+    config, windowed = favor.FavorConfig(num_features=100), favor.FavorConfig(num_features=100, window=128)
+    thresholds = [own.exact_threshold("cpu", is_causal) for own in (config, windowed) for is_causal in (False, True)]
+    assert thresholds[:2] == [100 * bidirectional, 100 * causal]
+    assert thresholds[2:] == [100 * bidirectional * Family.windowed["cpu"], 100 * causal]
     assert config.exact_threshold("mps", False) == config.exact_threshold("cuda", False)
     assert favor.FavorConfig(exact_below=7).exact_threshold("cuda", True) == 7
     both = (config.exact_threshold("cpu", causal, "landmark") for causal in (False, True))
     assert tuple(both) == Landmarks.crossover_keys["cpu"]  # whatever the number of means
-    windowed = favor.FavorConfig(num_features=100, window=128)
-    assert windowed.exact_threshold("cpu", False) == 100 * bidirectional * Family.windowed["cpu"]
-    assert windowed.exact_threshold("cpu", True) == 100 * causal
 
 
-@pytest.mark.parametrize(
-    "option",
-    [
-        *({"features": name} for name in ("saderf", "aderf", "cderf")),
-        *({"factorization": "cholesky"}, {"orthogonal": False}, {"seed": 1}, {"num_features": 17}, {"window": 4}),
-    ],
-    ids=str,
-)
-def test_every_option_has_an_effect(option):
-    default = BERT.build("favor#", **{"num_features": 16, "exact_below": 0})(**tokens(True)).last_hidden_state
-    changed = BERT.build("favor#", **{"num_features": 16, "exact_below": 0, **option})(**tokens(True)).last_hidden_state
-    assert not torch.allclose(default, changed, atol=1e-4)
+CHANGES = [
+    *({"features": name} for name in ("saderf", "aderf", "cderf")),
+    *({"factorization": "cholesky"}, {"orthogonal": False}, {"seed": 1}, {"num_features": 17}, {"window": 4}),
+]
+
+
+def test_every_option_has_an_effect():
+    default, *outs = (
+        BERT.build("favor#", **{"num_features": 16, "exact_below": 0, **change})(**tokens(True)).last_hidden_state
+        for change in ({}, *CHANGES)
+    )
+    for change, out in zip(CHANGES, outs, strict=True):
+        assert not torch.allclose(default, out, atol=1e-4), change
 
 
 def test_a_model_built_before_the_import_is_told_what_to_do():
@@ -133,7 +125,10 @@ def test_dropout_drops_weights_without_bias():
 
 
 def redrawing(interval: int) -> hf.BertModel:
-    model = BERT.build("favor+", num_features=16, exact_below=0, redraw_interval=interval)
+    return without_dropout(BERT.build("favor+", num_features=16, exact_below=0, redraw_interval=interval))
+
+
+def without_dropout(model):
     model.config.hidden_dropout_prob = model.config.attention_probs_dropout_prob = 0.0
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):
@@ -231,9 +226,7 @@ COMPILED = [
 def test_models_compile_without_graph_breaks(backend, options, mode):
     model = BERT.build(backend, num_features=16, exact_below=0, **options).train(mode == "training")
     model.encoder.layer = model.encoder.layer[:1]  # the next test compiles several
-    for module in model.modules():
-        if isinstance(module, torch.nn.Dropout):
-            module.p = 0.0  # compiled code draws other random numbers
+    without_dropout(model)  # compiled code draws other random numbers
     torch._dynamo.reset()
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager_decomp_partition")
     results = []
@@ -262,23 +255,19 @@ def test_layers_compiled_one_by_one_keep_their_directions():
     assert torch.equal(model(**tokens(True)).last_hidden_state, expected)
 
 
-def gpt2():
-    sizes = {"n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": 40, "n_positions": 64}
-    return hf.GPT2Config(**sizes, add_cross_attention=True, bos_token_id=1, eos_token_id=2)
+CROSS = {
+    "gpt2": (hf.GPT2Model, hf.GPT2Config(**BY_NAME["gpt2"].config().to_dict() | {"add_cross_attention": True})),
+    "bart": (hf.models.bart.modeling_bart.BartDecoder, BART.config()),
+}
 
 
-BART = next(a for a in ARCHITECTURES if a.name == "bart")
-CROSS = {"gpt2": (hf.GPT2Model, gpt2), "bart": (hf.models.bart.modeling_bart.BartDecoder, BART.config)}
-
-
-@ignore_fallback
+@pytest.mark.filterwarnings("ignore:.*parameters from this sequence:UserWarning")
 @pytest.mark.parametrize("features", [None, "landmark"])
 @pytest.mark.parametrize("name", CROSS)
 @pytest.mark.usefixtures("small_sections")
 def test_cross_attention_of_decoders_does_not_show_the_future(name, features):
     """Its queries are the decoder's tokens, so statistics over them would; not all decoders say that they are one."""
     model_class, config = CROSS[name]
-    config = config()
     config.favor = {"features": features, "num_features": 6 if features else 16, "exact_below": 0}
     if features:  # few keys: what one query chooses must not be what a later one wants
         config.favor |= {"selected_keys": 4}

@@ -1,8 +1,11 @@
-"""Generation with a state of fixed size gives what generation with a cache of keys and values gives."""
+"""Generation with a state of fixed size, or with selected keys, gives what a cache of keys and values gives."""
+
+from functools import partial
 
 import pytest
 import torch
 import transformers as hf
+from architectures import BART
 from pairwise import pairs
 from transformers.models.mllama.configuration_mllama import MllamaTextConfig
 
@@ -10,26 +13,39 @@ import favor
 
 SIZES = {"vocab_size": 40, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "pad_token_id": 0}
 SIZES |= {"bos_token_id": 1, "eos_token_id": 2, "initializer_range": 0.2}
-LAYERS = {"layers": 2, "attention_heads": 4, "ffn_dim": 32}
+FEW = {"num_key_value_heads": 2, "head_dim": 8, "intermediate_size": 32}
 CONFIGS = {
-    "llama": lambda: hf.LlamaConfig(**SIZES, num_key_value_heads=2, intermediate_size=32),
+    "llama": lambda: hf.LlamaConfig(**SIZES, **FEW),
     "gpt2": lambda: hf.GPT2Config(**SIZES, n_positions=128),
-    # One layer of two has a sliding window, and keeps its keys.
-    "gemma3": lambda: hf.Gemma3TextConfig(
-        **SIZES,
-        num_key_value_heads=2,
-        intermediate_size=32,
-        head_dim=8,
-        sliding_window=6,
-        layer_types=["sliding_attention", "full_attention"],
-    ),
 }
+HYBRIDS = {
+    # Its config names a window that its attention does not have.
+    "moshi": lambda: hf.MoshiForCausalLM(hf.MoshiConfig(**SIZES, **FEW, sliding_window=6, ffn_dim=32)),
+    # Its chunks stay exact, and keep the keys of one chunk.
+    "llama4": lambda: hf.Llama4ForCausalLM(
+        hf.Llama4TextConfig(
+            **SIZES, **FEW, intermediate_size_mlp=32, num_local_experts=2, attention_chunk_size=8,
+            layer_types=["chunked_attention", "full_attention"],
+        )
+    ),
+    # Beside its keys it keeps the last tokens of a convolution.
+    "zaya": lambda: hf.ZayaForCausalLM(hf.ZayaConfig(**SIZES, **FEW, moe_intermediate_size=32, num_experts=2)),
+    "mllama": lambda: hf.MllamaForCausalLM(MllamaTextConfig(**SIZES, **FEW, cross_attention_layers=[1])),
+}  # fmt: skip
+BACKENDS = {"favor+": {"num_features": 4, "window": 8}, "landmark": {"selected_keys": 6}}
 
 
-def make(name: str = "llama", **options: object) -> hf.PreTrainedModel:
+OPTIONS = {"num_features": 16, "exact_below": 0}
+
+
+def make(name: str = "llama", backend: str = "favor+", **options: object) -> hf.PreTrainedModel:
     torch.manual_seed(0)
     model = hf.AutoModelForCausalLM.from_config(CONFIGS[name]()).eval()
-    return favor.configure(model, "favor+", **{"num_features": 16, "exact_below": 0, **options})
+    return favor.configure(model, backend, **{**OPTIONS, **options})
+
+
+def make_selecting(name: str = "llama", **options: object) -> hf.PreTrainedModel:
+    return make(name, "landmark", **{"selected_keys": 8, **options}).double()  # no choice by rounding
 
 
 def prompt(*lengths: int) -> dict[str, torch.Tensor]:
@@ -39,44 +55,13 @@ def prompt(*lengths: int) -> dict[str, torch.Tensor]:
     return {"input_ids": ids.masked_fill(~mask, 0), "attention_mask": mask.long()}
 
 
-def generate(model: hf.PreTrainedModel, cache: object, inputs: dict[str, torch.Tensor], **options: object) -> object:
-    settings = {"max_new_tokens": 20, "min_new_tokens": 20, "do_sample": False, **options}
+def generate(model: hf.PreTrainedModel, cache: object, inputs: dict[str, torch.Tensor]) -> object:
+    settings = {"max_new_tokens": 20, "min_new_tokens": 20, "do_sample": False}
     return model.generate(**inputs, past_key_values=cache, output_logits=True, return_dict_in_generate=True, **settings)
 
 
-def check_equal(model: hf.PreTrainedModel, inputs: dict[str, torch.Tensor], **options: object) -> None:
-    expected = generate(model, hf.DynamicCache(config=model.config), inputs, **options)
-    found = generate(model, favor.FavorCache(model.config), inputs, **options)
-    assert torch.equal(found.sequences, expected.sequences)
-    assert len(found.logits) == 20
-    torch.testing.assert_close(torch.stack(found.logits), torch.stack(expected.logits), rtol=1e-4, atol=1e-4)
-
-
-FEW = {"num_key_value_heads": 2, "head_dim": 8}
-HYBRIDS = {
-    # Its config names a window that its attention does not have.
-    "moshi": lambda: hf.MoshiForCausalLM(hf.MoshiConfig(**SIZES, **FEW, sliding_window=6, ffn_dim=32)),
-    # Its chunks stay exact, and keep the keys of one chunk.
-    "llama4": lambda: hf.Llama4ForCausalLM(
-        hf.Llama4TextConfig(
-            **SIZES,
-            **FEW,
-            intermediate_size=32,
-            intermediate_size_mlp=32,
-            num_local_experts=2,
-            attention_chunk_size=8,
-            layer_types=["chunked_attention", "full_attention"],
-        )
-    ),
-    # Beside its keys it keeps the last tokens of a convolution.
-    "zaya": lambda: hf.ZayaForCausalLM(hf.ZayaConfig(**SIZES, **FEW, moe_intermediate_size=32, num_experts=2)),
-    "mllama": lambda: hf.MllamaForCausalLM(
-        MllamaTextConfig(**SIZES, num_key_value_heads=2, intermediate_size=32, cross_attention_layers=[1])
-    ),
-}
-
-
-BACKENDS = {"favor+": {"num_features": 4, "window": 8}, "landmark": {"selected_keys": 6}}
+def close(found: torch.Tensor, expected: torch.Tensor) -> None:
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
 
 def make_hybrid(name: str, backend: str) -> hf.PreTrainedModel:
@@ -98,7 +83,7 @@ def test_every_layer_that_estimates_attention_keeps_a_state(name, length, backen
             found.append(model(token, past_key_values=cache).logits[:, -1])
             if cache.get_seq_length() % 8 == 0:
                 sizes.add(cache.nbytes)
-    torch.testing.assert_close(torch.stack(found, 1), expected, rtol=1e-4, atol=1e-4)
+    close(torch.stack(found, 1), expected)
     assert len(sizes) == 1 or backend == "landmark"
 
 
@@ -116,7 +101,7 @@ def test_hybrid_layers_go_on_after_a_reset_and_with_several_rows(name):
         cache.reorder_cache(rows)
         expected = model(torch.cat([ids[rows], more], 1), use_cache=False).logits[:, -1]
         found = model(more, past_key_values=cache).logits[:, -1]
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+    close(found, expected)
 
 
 def test_cross_attention_of_a_decoder_keeps_its_keys():
@@ -137,30 +122,19 @@ def test_cross_attention_of_a_decoder_keeps_its_keys():
         found = [model(ids[:, :9], past_key_values=cache, **seen).logits[:, -1]]
         found += [model(token, past_key_values=cache).logits[:, -1] for token in ids[:, 9:].split(1, 1)]
     assert (expected - without).abs().max() > 0.01
-    torch.testing.assert_close(torch.stack(found, 1), expected, rtol=1e-4, atol=1e-4)
+    close(torch.stack(found, 1), expected)
 
 
 def test_with_calibrated_parameters():
-    model = make()
+    model, inputs = make(), prompt(12, 7)
     ids = torch.randint(3, 40, (4, 30), generator=torch.Generator().manual_seed(2))
     favor.calibrate(model, [{"input_ids": ids}], attn_implementation="favor#")
     assert model.config.favor["statistics"] == "calibrated"
-    check_equal(model, prompt(12, 7))
-
-
-def test_a_layer_that_does_not_read_its_state_is_an_error():
-    model = make()
-    model.set_attn_implementation("sdpa")
-    with pytest.raises(RuntimeError, match="did not read the state of its FavorCache"):
-        generate(model, favor.FavorCache(), prompt(9))
-
-
-def test_layers_that_share_keys_are_an_error():
-    torch.manual_seed(0)
-    config = hf.DiffLlamaConfig(**SIZES, num_key_value_heads=2, intermediate_size=32)
-    model = favor.configure(hf.AutoModelForCausalLM.from_config(config).eval(), "favor+", exact_below=0)
-    with pytest.raises(RuntimeError, match="two attention layers read the same cached keys"):
-        generate(model, favor.FavorCache(), prompt(9))
+    caches = (hf.DynamicCache(config=model.config), favor.FavorCache(model.config))
+    expected, found = (generate(model, cache, inputs) for cache in caches)
+    assert torch.equal(found.sequences, expected.sequences)
+    assert len(found.logits) == 20
+    close(torch.stack(found.logits), torch.stack(expected.logits))
 
 
 @pytest.mark.parametrize("change", [{"window": 4}, {"window": 0}, {"seed": 5}, {"num_features": 24}])
@@ -178,21 +152,12 @@ def test_options_changed_on_the_way_are_an_error(change):
 
 def test_encoder_decoder():
     torch.manual_seed(0)
-    sizes = {f"{part}_{name}": value for part in ("encoder", "decoder") for name, value in LAYERS.items()}
-    config = hf.BartConfig(vocab_size=40, d_model=32, pad_token_id=0, bos_token_id=1, eos_token_id=2, **sizes)
-    model = hf.BartForConditionalGeneration(config).eval()
-    favor.configure(model, "favor+", num_features=16, exact_below=0)
-    cache = hf.EncoderDecoderCache(favor.FavorCache(), hf.DynamicCache())
-    inputs = prompt(11, 11)
+    model = favor.configure(hf.BartForConditionalGeneration(BART.config()).eval(), "favor+", **OPTIONS)
+    cache, inputs = hf.EncoderDecoderCache(favor.FavorCache(), hf.DynamicCache()), prompt(11, 11)
     expected, found = (generate(model, own, inputs) for own in (None, cache))
     assert torch.equal(found.sequences, expected.sequences)
     assert cache.self_attention_cache.get_seq_length() == 20
-    torch.testing.assert_close(torch.stack(found.logits), torch.stack(expected.logits), rtol=1e-4, atol=1e-4)
-
-
-def test_exact_layers_are_refused():
-    with pytest.raises(ValueError, match="set exact_below=0"):
-        generate(make(exact_below=64), favor.FavorCache(), prompt(9))
+    close(torch.stack(found.logits), torch.stack(expected.logits))
 
 
 def test_gradients_and_forgetting_are_refused():
@@ -206,3 +171,92 @@ def test_gradients_and_forgetting_are_refused():
         model(**prompt(9), past_key_values=cache)
     with pytest.raises(ValueError, match="cannot forget"):
         cache.crop(-1)
+
+
+def without_favor():
+    model = make()
+    model.set_attn_implementation("sdpa")
+    return model
+
+
+def sharing_keys():
+    model = hf.AutoModelForCausalLM.from_config(hf.DiffLlamaConfig(**SIZES, **FEW)).eval()
+    return favor.configure(model, "favor+", exact_below=0)
+
+
+@pytest.mark.parametrize(
+    ("build", "error", "message"),
+    [
+        (without_favor, RuntimeError, "did not read the state of its FavorCache"),
+        (sharing_keys, RuntimeError, "two attention layers read the same cached keys"),
+        (lambda: make(exact_below=64), ValueError, "set exact_below=0"),
+    ],
+)
+def test_layers_without_a_state_of_their_own_are_refused(build, error, message):
+    with pytest.raises(error, match=message):
+        generate(build(), favor.FavorCache(), prompt(9))
+
+
+@pytest.mark.parametrize("forgotten", [1, 70, 300, 600])
+def test_forgotten_tokens_leave_nothing_behind(forgotten):
+    """In sections of 256 tokens: what follows is what follows in a cache that never saw them."""
+    model, ids = make_selecting(selected_keys=64), prompt(1000)["input_ids"]
+    caches, founds = [favor.FavorCache(model.config) for _ in range(2)], []
+    with torch.no_grad():
+        model(ids[:, :640], past_key_values=caches[0])
+        caches[0].crop(-forgotten)
+        model(ids[:, : 640 - forgotten], past_key_values=caches[1])
+        for cache in caches:
+            pieces = ids[:, 640:].split([1, 7, 300, 1, 1, 50], 1)
+            founds.append(torch.cat([model(piece, past_key_values=cache).logits for piece in pieces], 1))
+    close(*founds)
+
+
+def test_nothing_is_forgotten_of_a_piece_that_is_padded_at_its_right():
+    """Where the last column of the batch is no token of a row, the last token of its state is an earlier one."""
+    model, ids = make_selecting(), prompt(13, 13)["input_ids"]
+    cache, mask = favor.FavorCache(model.config), torch.ones(2, 13, dtype=torch.long)
+    mask[1, 9:11] = 0
+    places = mask.cumsum(1) - 1
+    with torch.no_grad():
+        model(ids[:, :11], attention_mask=mask[:, :11], position_ids=places[:, :11], past_key_values=cache)
+        with pytest.raises(ValueError, match="cannot forget its last 1 tokens"):
+            cache.crop(-1)
+        model(ids[:, 11:], attention_mask=mask, position_ids=places[:, 11:], past_key_values=cache)
+        cache.crop(-1)
+        last = {"attention_mask": mask, "position_ids": places[:, 12:]}
+        found = model(ids[:, :1], **last, past_key_values=cache).logits[:, -1]
+    whole = torch.cat([ids[:, :12], ids[:, :1]], 1)
+    with torch.no_grad():
+        expected = model(whole, attention_mask=mask, position_ids=places, use_cache=False).logits[:, -1]
+    close(found, expected)
+    with pytest.raises(ValueError, match="cannot forget its last 3 tokens"):
+        cache.crop(-3)
+
+
+@pytest.mark.usefixtures("small_sections")
+@pytest.mark.parametrize(("name", "how"), [("llama", "assistant"), ("gpt2", "lookup")])
+def test_assisted_generation(name, how):
+    """Without the padding token, whose embedding is 0: its query would find all keys equal."""
+    model, inputs = make_selecting(name), prompt(45)
+    options = {"max_new_tokens": 16, "do_sample": False, "suppress_tokens": [0]}
+    expected = model.generate(**inputs, **options, use_cache=False)
+    if how == "assistant":
+        options["assistant_model"] = make_selecting(name, selected_keys=4)
+        options["assistant_model"].generation_config.num_assistant_tokens = 3
+    else:
+        options["prompt_lookup_num_tokens"] = 4
+    found = model.generate(**inputs, **options, past_key_values=favor.FavorCache(model.config))
+    assert torch.equal(found, expected)
+
+
+def test_the_number_of_selected_keys_is_that_of_the_kind_of_layer():
+    """Under each name of the backend and in direct calls."""
+    for config in (favor.FavorConfig(), favor.FavorConfig(features="landmark")):
+        assert [config.selected("landmark", is_causal) for is_causal in (False, True)] == [768, 1024]
+    assert favor.FavorConfig(selected_keys=8).selected("landmark", True) == 8
+    tensors = torch.randn(3, 1, 2, 1200, 8, generator=torch.Generator().manual_seed(0))
+    for is_causal, number in ((False, 768), (True, 1024)):
+        call = partial(favor.favor_attention, *tensors, features="landmark", num_features=50, is_causal=is_causal)
+        assert torch.equal(call(), call(selected_keys=number))
+        assert not torch.equal(call(), call(selected_keys=number - 256))

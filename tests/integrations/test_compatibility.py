@@ -35,7 +35,11 @@ EQUAL = {
 REFUSED = {
     "paligemma": ("PaliGemmaModel", "transformers' own attentions disagree"),
     "colpali": ("ColPaliForRetrieval", "transformers' own attentions disagree"),
-    "mpnet": ("MPNetModel", "never asks transformers for a backend"),  # more of these: test_loading.py
+    "mpnet": ("MPNetModel", "never asks transformers for a backend"),
+    "falcon": ("FalconModel", "never asks transformers for a backend"),  # classes by name
+    "mpt": ("MptModel", "never asks transformers for a backend"),  # masks of the backend
+    "sam": ("SamVisionModel", "never asks transformers for a backend"),  # classes by name beside others
+    "bridgetower": ("BridgeTowerModel", "never asks transformers for a backend"),  # a module of torch
     "deepseek_v32": ("DeepseekV32Model", "sparse attention"),
 }
 

@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.experimental import context_parallel
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-from transformers import BertConfig, BertModel, LlamaConfig, LlamaModel
+from transformers import BertConfig, BertModel, LlamaConfig, LlamaForCausalLM, LlamaModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import favor
@@ -130,8 +130,6 @@ def test_a_library_that_replaces_all_attention_functions_is_named(monkeypatch):
 
 
 def test_continuous_batching_is_refused():
-    from transformers import LlamaForCausalLM
-
     model = favor.configure(LlamaForCausalLM(LlamaConfig(**SIZES)).eval(), "favor+")
     with pytest.raises(ValueError, match=r"favor\+ is not supported for continuous batching"):
         model.generate_batch([[1, 2, 3]], max_new_tokens=2)

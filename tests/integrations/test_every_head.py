@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 import transformers as hf
-from architectures import ARCHITECTURES, tokens
+from architectures import BY_NAME, tokens
 from transformers import AutoTokenizer
 
 import favor
@@ -17,7 +17,6 @@ from favor.models import bert, conformer
 from favor_command import check, convert
 from favor_command.saved import load_model, model_class, read_config
 
-BY_NAME = {own.name: own for own in ARCHITECTURES}
 WORDS = 19  # of the tokenizer
 TEXT = {
     "bert": (
@@ -35,13 +34,15 @@ def named(name, kind):
     return getattr(hf, BY_NAME[name].model.__name__.removesuffix("Model") + f"For{kind}")
 
 
+SIZES = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 32}
+
+
 def performer_bert():
-    return bert.PerformerBertConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=4, intermediate_size=32)
+    return bert.PerformerBertConfig(**SIZES)
 
 
 def small_conformer():
-    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 32}
-    return conformer.ConformerConfig(**sizes, num_mel_bins=16, subsampling_conv_channels=8)
+    return conformer.ConformerConfig(**SIZES, num_mel_bins=16, subsampling_conv_channels=8)
 
 
 def t5():

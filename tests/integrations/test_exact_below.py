@@ -3,14 +3,13 @@
 import pytest
 import torch
 import transformers as hf
-from architectures import ARCHITECTURES
+from architectures import BERT, LLAMA
 from pairwise import pairs
 
 from favor.integrations.backend import favor_attention_forward
 from favor.integrations.layer import change_state
 from favor.integrations.masks import favor_mask
 
-BERT = next(a for a in ARCHITECTURES if a.name == "bert")
 BOUND, LENGTH, WIDTH = 12, 24, 8
 # Places of the real keys: all, padded right, left and inside, few and scattered, none, just below the bound and at it.
 ROWS = [
@@ -27,13 +26,11 @@ MASK = torch.tensor([[place in row for place in range(LENGTH)] for row in ROWS])
 KINDS = {"self": (LENGTH, 4), "grouped": (LENGTH, 2), "cached": (9, 4), "one": (1, 4), "other": (LENGTH + 5, 4)}
 OPTIONS = [{}, {"window": 4}, {"exact_heads": [1]}]
 pytestmark = pytest.mark.usefixtures("small_sections")
-FEW = {"num_features": 4, "selected_keys": 6}
 FAMILIES = ("favor+", "favor++", "favor#", "landmark", "favor_trig", "favor_elu")
 
 
 def attention(backend, causal, options):
-    options = dict(options)
-    heads = options.pop("exact_heads", [])
+    heads, options = options.get("exact_heads", []), {"window": options.get("window", 0)}
     if backend in ("favor_trig", "favor_elu"):
         options = {}
     if backend == "landmark":
@@ -82,7 +79,7 @@ def test_a_row_is_what_it_is_alone(backend, causal, kind, options):
 @pytest.mark.parametrize("cached", [False, True])
 def test_a_row_of_a_decoder_generates_what_it_generates_alone(cached):
     """A prompt becomes linear when it has enough tokens of its own, with and without a cache."""
-    model = next(a for a in ARCHITECTURES if a.name == "llama").build("landmark", selected_keys=4, exact_below=BOUND)
+    model = LLAMA.build("landmark", selected_keys=4, exact_below=BOUND)
     model = model.double()
     ids = torch.randint(4, 40, (3, LENGTH), generator=torch.Generator().manual_seed(0))
     lengths = (16, 9, 4)
@@ -104,16 +101,3 @@ def test_a_row_of_a_decoder_generates_what_it_generates_alone(cached):
     for row, length in enumerate(lengths):
         alone = steps(ids[row : row + 1, 16 - length :], torch.ones(1, length + 8, dtype=torch.long))
         torch.testing.assert_close(together[row], alone[0], rtol=0, atol=1e-10)
-
-
-def test_cross_attention_counts_the_keys_of_the_other_text():
-    model = next(a for a in ARCHITECTURES if a.name == "bart").build("landmark", **FEW, exact_below=BOUND)
-    model = model.double()
-    ids = torch.randint(4, 40, (len(ROWS), LENGTH), generator=torch.Generator().manual_seed(0))
-    mask = torch.arange(LENGTH) < torch.tensor([24, 7, 12, 11, 3, 1, 20, 13])[:, None]
-    decoder = ids.flip(1)[:, :18]
-    with torch.no_grad():
-        out = model(input_ids=ids, attention_mask=mask.long(), decoder_input_ids=decoder).last_hidden_state
-        for row, length in enumerate(mask.sum(1).tolist()):
-            alone = model(input_ids=ids[row : row + 1, :length], decoder_input_ids=decoder[row : row + 1])
-            torch.testing.assert_close(out[row], alone.last_hidden_state[0], rtol=0, atol=1e-10)

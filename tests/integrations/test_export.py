@@ -5,7 +5,6 @@ import torch
 from transformers import BertConfig, BertModel
 
 import favor
-from favor.attention.packing import Compaction
 from favor.features.linalg import inverse
 from favor.features.moments import places_of
 from favor.kernels import exported
@@ -15,13 +14,13 @@ from favor.kernels.operands import Geometry, Operands
 SIZES = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
 SIZES |= {"vocab_size": 99, "initializer_range": 0.5}  # large weights, so that attention matters
 # Drawn or not, with parameters from the sequence or not.
-METHODS = {
-    "favor+": ("favor+", {"num_features": 16}),
-    "landmark": ("landmark", {"num_features": 8, "selected_keys": 0}),
-    "favor#": ("favor#", {"num_features": 16}),
-    "sderf": ("favor#", {"num_features": 16, "features": "sderf", "factorization": "newton_schulz"}),
-    "relu": ("favor_relu", {"num_features": 16}),
-}
+METHODS = [
+    ("favor+", True, {"num_features": 16}),
+    ("landmark", False, {"num_features": 8, "selected_keys": 0}),
+    ("favor#", False, {"num_features": 16}),
+    ("favor#", False, {"num_features": 16, "features": "sderf", "factorization": "newton_schulz"}),
+    ("favor_relu", False, {"num_features": 16}),
+]
 of_exporters = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
 
 
@@ -63,11 +62,8 @@ def largest_difference(model, run, lengths, padding="right"):
 
 # Windows are exported by the tests of onnxruntime.
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
-@pytest.mark.parametrize(
-    ("name", "strict"), [("favor+", True), ("landmark", False), ("favor#", False), ("sderf", False), ("relu", False)]
-)
-def test_exported_program_takes_every_length(name, strict):
-    backend, options = METHODS[name]
+@pytest.mark.parametrize(("backend", "strict", "options"), METHODS)
+def test_exported_program_takes_every_length(backend, strict, options):
     model = model_of(backend, **options)
     program = program_of(model, strict=strict)
     run = program.module()
@@ -164,18 +160,6 @@ def test_plain_operations_are_the_formula(window, groups, hidden):
     torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-10)
 
 
-def test_places_of():
-    mask = torch.tensor([[False, True, True, False, True], [False] * 5])
-    assert places_of(mask, torch.tensor([[1, 2, 3, 4], [1, 2, 3, 5]])).tolist() == [[1, 2, 4, 4], [4, 4, 4, 4]]
-
-
-def test_compaction_is_a_stable_sort():
-    mask = torch.rand(5, 17, generator=torch.Generator().manual_seed(0)) < 0.5
-    moved = Compaction.of(mask)
-    assert moved.order.equal(torch.argsort(~mask, dim=1, stable=True))
-    assert moved.places.equal(moved.order.argsort(1))
-
-
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_inverse_by_products_is_the_inverse(monkeypatch):
     torch.manual_seed(0)
@@ -184,3 +168,8 @@ def test_inverse_by_products_is_the_inverse(monkeypatch):
     wanted = inverse(matrix)
     monkeypatch.setattr(torch.onnx, "is_in_onnx_export", lambda: True)
     torch.testing.assert_close(inverse(matrix), wanted, rtol=1e-6, atol=1e-8)
+
+
+def test_places_of():
+    mask = torch.tensor([[False, True, True, False, True], [False] * 5])
+    assert places_of(mask, torch.tensor([[1, 2, 3, 4], [1, 2, 3, 5]])).tolist() == [[1, 2, 4, 4], [4, 4, 4, 4]]

@@ -51,37 +51,35 @@ def test_a_mask_says_what_is_seen_whatever_the_module_claims(function, local, ca
     assert torch.equal(every, shown & PADDING[:, None, None, :])
 
 
-def test_local_masks_of_other_patterns_show_every_pair():
+def test_other_patterns_show_every_pair_in_local_masks_and_are_refused_in_global_ones():
     function = chunked_causal_mask_function(6, torch.zeros(3, dtype=torch.int64))
     mask = favor_mask(3, 24, 24, mask_function=function, local_size=6, attention_mask=PADDING)
     chunk = torch.arange(24) // 6
     shown = (chunk[:, None] == chunk) & torch.ones(24, 24, dtype=torch.bool).tril()
     assert torch.equal(mask, shown & PADDING[:, None, None, :])
     assert visibility(module(True), mask, None, (3, 24, 24)).dense
-
-
-def test_global_masks_of_other_patterns_are_refused():
-    function = and_masks(causal_mask_function, lambda batch, head, q, k: k > 3)
     with pytest.raises(ValueError, match="prefix or blocks"):
-        favor_mask(3, 24, 24, mask_function=function)
+        favor_mask(3, 24, 24, mask_function=and_masks(causal_mask_function, lambda batch, head, q, k: k > 3))
+
+
+EVERY = PADDING[:, None, None, :].expand(3, 1, 24, 24)
+FORMS = {
+    "materialised": EVERY.contiguous(),
+    "additive": torch.zeros(3, 1, 24, 24).masked_fill(~EVERY, torch.finfo(torch.float32).min),
+    "additive -inf": torch.zeros(3, 1, 24, 24).masked_fill(~EVERY, -torch.inf),
+    "queries masked too": EVERY & PADDING[:, None, :, None],
+    "one row": EVERY[:, :, :1],
+    "triangle": EVERY[:, :, :5] & torch.ones(5, 24, dtype=torch.bool).tril(19),
+}
 
 
 @pytest.mark.parametrize("claims", [False, True])
-@pytest.mark.parametrize("form", ["materialised", "additive", "additive -inf", "queries masked too", "one row"])
-def test_padding_is_read_from_masks_of_any_make(form, claims):
-    mask = PADDING[:, None, None, :].expand(3, 1, 24, 24)
-    if form == "materialised":
-        mask = mask.contiguous()
-    elif form.startswith("additive"):
-        lowest = -torch.inf if "inf" in form else torch.finfo(torch.float32).min
-        mask = torch.zeros(3, 1, 24, 24).masked_fill(~mask, lowest)
-    elif form == "queries masked too":
-        mask = mask & PADDING[:, None, :, None]
-    elif form == "one row":
-        mask = mask[:, :, :1]
-    sees = visibility(module(claims), mask, None, (3, 24, 24))
+@pytest.mark.parametrize("form", FORMS)
+def test_padding_and_causality_are_read_from_masks_of_any_make(form, claims):
+    queries = 5 if form == "triangle" else 24
+    sees = visibility(module(claims), FORMS[form], None, (3, queries, 24))
     assert torch.equal(sees.padding, PADDING)
-    assert not sees.causal
+    assert sees.causal == (form == "triangle")
 
 
 @pytest.mark.parametrize("claims", [False, True])
@@ -96,24 +94,10 @@ def test_masks_without_a_record_leave_causality_to_the_module(claims):
     assert not visibility(encoder, None, None, (3, 24, 24)).causal
 
 
-@pytest.mark.parametrize("claims", [False, True])
-def test_padding_and_causality_are_read_from_a_triangle(claims):
-    triangle = torch.ones(5, 24, dtype=torch.bool).tril(19)
-    sees = visibility(module(claims), PADDING[:, None, None, :] & triangle, None, (3, 5, 24))
-    assert torch.equal(sees.padding, PADDING)
-    assert sees.causal
+WRONG = [torch.ones(shape) for shape in ((3, 4, 24, 24), (3, 24, 24), (3, 7))]
 
 
-@pytest.mark.parametrize(
-    "mask",
-    [
-        torch.full((3, 1, 24, 24), -0.5),
-        torch.ones(3, 4, 24, 24),
-        torch.ones(3, 24, 24),
-        torch.ones(3, 7),
-        torch.ones(3, 1, 24, 24).triu(),
-    ],
-)
+@pytest.mark.parametrize("mask", [*WRONG, torch.full((3, 1, 24, 24), -0.5), torch.ones(3, 1, 24, 24).triu()])
 def test_other_masks_are_refused(mask):
     with pytest.raises(ValueError, match=r"each pair|attention_mask must be"):
         visibility(module(False), mask, None, (3, 24, 24))

@@ -2,13 +2,12 @@
 
 import pytest
 import torch
-from architectures import ARCHITECTURES, padding_mask, tokens
+from architectures import BERT, LLAMA, padding_mask, tokens
 from own_family import OppositeGERF, OppositePairs, registered
 from transformers import AutoModel
 
 import favor
 
-BERT, LLAMA = (next(a for a in ARCHITECTURES if a.name == name) for name in ("bert", "llama"))
 OPTIONS = {"num_features": 16, "exact_below": 0}
 
 
@@ -55,11 +54,9 @@ def test_it_calibrates_and_comes_back_from_a_folder(make, backend, more, tmp_pat
 def test_what_it_is_not_able_to_do_is_refused():
     with pytest.raises(ValueError, match="opposite features have no parameters to fit"):
         favor.calibrate(BERT.build("favor_opposite"), [tokens(True)], attn_implementation="favor_opposite")
+    more = {"feature_weights": True, "refine_steps": 3, "attn_implementation": "favor_opposite"}
     with pytest.raises(ValueError, match="refine_steps must be 0 for opposite features"):
-        favor.calibrate(
-            BERT.build("favor_opposite"), [tokens(True)], attn_implementation="favor_opposite", feature_weights=True,
-            refine_steps=3,
-        )  # fmt: skip
+        favor.calibrate(BERT.build("favor_opposite"), [tokens(True)], **more)
 
 
 def test_a_family_without_backends_of_its_own_gets_one_and_leaves_those_of_its_base_alone():

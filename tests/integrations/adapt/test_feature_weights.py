@@ -104,17 +104,16 @@ def test_weights_are_refused_for_other_directions():
 
 
 def test_bad_requests_say_what_is_wrong():
-    with pytest.raises(ValueError, match="redraw_interval=5 would change; set redraw_interval=0"):
-        calibrated(bert(), redraw_interval=5)
-    with pytest.raises(ValueError, match="relu features take no weights"):
-        calibrated(bert(), "favor_relu")
-    with pytest.raises(ValueError, match="refine_steps must be 0 for pos features"):
-        calibrated(bert(), "favor+", refine_steps=3)
-    for steps in (-1, 2.5):
-        with pytest.raises(ValueError, match=f"at least 0 for cderf and wderf; got {steps}"):
-            calibrated(bert(), refine_steps=steps)
-    with pytest.raises(ValueError, match="no sequence of the data is longer than window=20"):
-        calibrated(bert(), window=20)
+    for message, options in (
+        ("redraw_interval=5 would change; set redraw_interval=0", {"redraw_interval": 5}),
+        ("relu features take no weights", {"backend": "favor_relu"}),
+        ("refine_steps must be 0 for pos features", {"backend": "favor+", "refine_steps": 3}),
+        ("at least 0 for cderf and wderf; got -1", {"refine_steps": -1}),
+        ("at least 0 for cderf and wderf; got 2.5", {"refine_steps": 2.5}),
+        ("no sequence of the data is longer than window=20", {"window": 20}),
+    ):
+        with pytest.raises(ValueError, match=message):
+            calibrated(bert(), **options)
     with pytest.raises(ValueError, match="refine_steps belongs to feature_weights=True"):
         favor.calibrate(bert(), batches(), refine_steps=3, **OPTIONS)
 

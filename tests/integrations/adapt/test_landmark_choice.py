@@ -22,18 +22,11 @@ def few(monkeypatch):
     monkeypatch.setattr("favor.integrations.adapt.convert.VALUES", FEW)
 
 
-def share(model, length, heads=4, head_dim=4):
+def share(model, length):
     """Operations of the layers as a fraction of exact attention's, counted from what the docstrings say."""
-    spent = 0
-    for module in attention_modules(model).values():
-        own = stored_choice(module)
-        if not own:
-            continue
-        if "exact_heads" in own:
-            spent += heads * 4 * length * length * head_dim
-            continue
-        spent += heads * length * 4 * (own["num_features"] + own["selected_keys"]) * head_dim
-    return spent / (2 * heads * 4 * length * length * head_dim)
+    choices = [own for own in map(stored_choice, attention_modules(model).values()) if own]
+    spent = [length if "exact_heads" in own else own["num_features"] + own["selected_keys"] for own in choices]
+    return sum(spent) / (2 * length)
 
 
 def error_of(model, data):
@@ -42,15 +35,14 @@ def error_of(model, data):
 
     def measure(seen):
         own = stored_choice(modules[seen.layer])
-        if "exact_heads" in own:
-            found.extend([0.0] * seen.query.shape[0] * seen.query.shape[1])
-            return
         for row in range(len(seen.query)):
+            if "exact_heads" in own:
+                found.extend([0.0] * seen.query.shape[1])
+                continue
             keep = slice(None) if seen.padding is None else seen.padding[row]
             query, key, value = (part[row : row + 1] for part in (seen.query, seen.key, seen.value))
-            exact = scaled_dot_product_attention(
-                query[:, :, keep], key[:, :, keep], value[:, :, keep], scale=seen.scale
-            )
+            real = (part[:, :, keep] for part in (query, key, value))
+            exact = scaled_dot_product_attention(*real, scale=seen.scale)
             mask = None if seen.padding is None else seen.padding[row : row + 1]
             options = {"features": "landmark", "scale": seen.scale, "key_padding_mask": mask, **own}
             out = favor.favor_attention(query, key, value, **options)[:, :, keep]
@@ -73,42 +65,17 @@ def test_more_budget_is_never_worse_and_none_is_overdrawn(few):
     assert errors[-1] == 0  # everything is exact
 
 
-def test_the_choice_is_the_best_of_all(few):
+def test_the_choice_is_the_best_of_all(few, monkeypatch):
     """Against every combination of settings of both layers, and the errors against their definition."""
-    seen = []
-    measured = LayerErrors.means
-
-    def kept(self):
-        seen.append(measured(self))
-        return seen[-1]
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(LayerErrors, "means", kept)
-        model = favor.convert(bert(), "landmark", dataloader=batches(), flop_budget=0.5, **AUTO)
+    seen, measured = [], LayerErrors.means
+    monkeypatch.setattr(LayerErrors, "means", lambda self: seen.append(measured(self)) or seen[-1])
+    model = favor.convert(bert(), "landmark", dataloader=batches(), flop_budget=0.5, **AUTO)
     costs = {None: 1.0} | {each: sum(each) / 20 for each in (set(seen[0][1]) - {None})}
     layers = list(seen[0])
     assert len(costs) == 5
     allowed = [pair for pair in product(costs, costs) if sum(costs[each] for each in pair) / 2 <= 0.5]
     best = min(sum(seen[0][layer][each] for layer, each in zip(layers, pair, strict=True)) for pair in allowed)
     assert error_of(model, batches()) == pytest.approx(best / 8, rel=1e-4)
-
-
-@pytest.mark.parametrize("limit", [3, 5, 8, 13, 100])
-def test_exact_choice_of_many_layers(limit):
-    generator = torch.Generator().manual_seed(limit)
-    settings = [Setting(*each) for each in product((1, 2), (0, 1, 3, 6))]
-    errors = {
-        layer: dict(zip(settings, torch.rand(8, generator=generator).tolist(), strict=True)) for layer in range(3)
-    }
-    operations = {layer: {each: sum(each) for each in settings} for layer in errors}
-    found = cheapest_error(errors, operations, limit)
-    assert sum(sum(each) for each in found.values()) <= limit
-    best = min(
-        sum(errors[layer][each] for layer, each in enumerate(chosen))
-        for chosen in product(settings, repeat=3)
-        if sum(map(sum, chosen)) <= limit
-    )
-    assert sum(errors[layer][each] for layer, each in found.items()) == pytest.approx(best)
 
 
 @pytest.mark.usefixtures("small_sections")
@@ -183,12 +150,10 @@ def test_all_but_causal_layers_may_stay_exact(few):
 
 def whisper():
     torch.manual_seed(0)
-    config = hf.WhisperConfig(
-        vocab_size=30, d_model=16, num_mel_bins=8, encoder_layers=2, decoder_layers=1, encoder_attention_heads=4,
-        decoder_attention_heads=4, encoder_ffn_dim=16, decoder_ffn_dim=16, max_source_positions=40, init_std=0.3,
-        bos_token_id=1, eos_token_id=1, pad_token_id=0, decoder_start_token_id=1,
-    )  # fmt: skip
-    return hf.WhisperForConditionalGeneration(config).eval()
+    sizes = {"d_model": 16, "encoder_layers": 2, "decoder_layers": 1, "num_mel_bins": 8, "max_source_positions": 40}
+    sizes |= {f"{part}_attention_heads": 4 for part in ("encoder", "decoder")}
+    ids = {"vocab_size": 30, "bos_token_id": 1, "eos_token_id": 1, "pad_token_id": 0, "decoder_start_token_id": 1}
+    return hf.WhisperForConditionalGeneration(hf.WhisperConfig(**sizes, **ids, init_std=0.3)).eval()
 
 
 def test_the_encoder_of_a_whisper_alone(few, tmp_path):
@@ -216,3 +181,16 @@ def test_a_note_on_audio_encoders_with_groups_alone():
     assert not favor.describe(text).notes
     decoder = favor.configure(whisper(), "landmark", only="model.decoder", exact_below=0, selected_keys=0)
     assert not favor.describe(decoder).notes
+
+
+@pytest.mark.parametrize("limit", [3, 8, 100])
+def test_exact_choice_of_many_layers(limit):
+    """Against every combination of settings of three layers."""
+    generator = torch.Generator().manual_seed(limit)
+    settings = [Setting(*each) for each in product((1, 2), (0, 1, 3, 6))]
+    errors = {n: dict(zip(settings, torch.rand(8, generator=generator).tolist(), strict=True)) for n in range(3)}
+    found = cheapest_error(errors, {n: {each: sum(each) for each in settings} for n in errors}, limit)
+    assert sum(map(sum, found.values())) <= limit
+    allowed = [chosen for chosen in product(settings, repeat=3) if sum(map(sum, chosen)) <= limit]
+    best = min(sum(errors[n][each] for n, each in enumerate(chosen)) for chosen in allowed)
+    assert sum(errors[n][each] for n, each in found.items()) == pytest.approx(best)

@@ -28,7 +28,7 @@ def sample(length=24, seed=0, window=0, is_causal=False, scale=0.7):
     return Sample(x, y, torch.arange(length), window, is_causal)
 
 
-def fit_of(family, samples, layer=3):
+def fit_of(family, samples):
     """A fit that has not learned yet, with the closed-form parameters of all samples together."""
     keys = torch.cat([s.y for s in samples], 1)
     queries = torch.cat([s.x.flatten(1, 2) for s in samples], 1)
@@ -36,25 +36,15 @@ def fit_of(family, samples, layer=3):
     eye = torch.eye(WIDTH).expand(HEADS, -1, -1)
     matrices = {name: getattr(parameters, name).expand_as(eye) for name in ("transform", "inverse", "factor")}
     whole = replace(parameters, log_weights=torch.zeros(HEADS, CONFIG.num_features), **matrices)
-    return LayerFit(family, whole, samples, CONFIG, layer)
+    return LayerFit(family, whole, samples, CONFIG, 3)
 
 
-def attention_matrix(own, name, parameters, layer=3):
+def attention_matrix(own, name, parameters):
     """What `favor_attention` does with the values: its output for the identity, `[Hk, G, R, S]`."""
     eye = torch.eye(own.y.shape[1]).expand(1, HEADS, -1, -1)
-    out = favor_attention(
-        own.x.flatten(0, 1)[None],
-        own.y[None],
-        eye,
-        features=name,
-        num_features=CONFIG.num_features,
-        scale=1.0,
-        is_causal=own.is_causal,
-        layer=layer,
-        window=own.window,
-        parameters=parameters,
-    )
-    return out[0].unflatten(0, (HEADS, GROUPS))
+    options = {"num_features": CONFIG.num_features, "scale": 1.0, "layer": 3, "parameters": parameters}
+    options |= {"features": name, "is_causal": own.is_causal, "window": own.window}
+    return favor_attention(own.x.flatten(0, 1)[None], own.y[None], eye, **options)[0].unflatten(0, (HEADS, GROUPS))
 
 
 def divergence(own, matrix):
