@@ -1,4 +1,4 @@
-"""Rows with a known spectrum, and Algorithms 3 and 4 as printed, for the tests of the stochastic estimators."""
+"""Rows with a known spectrum, Algorithms 3 and 4 as printed, and a kernel, for the tests of decompositions."""
 
 import numpy as np
 import torch
@@ -49,6 +49,11 @@ def epoch_of(X, anchor, batches, eta, beta=None):
     numbers = [None if batch is None else tensor(batch) for batch in batches]
     parameters = PowerParameters(eta, len(batches) + 1, beta)
     return landscape.epoch(landscape.survey(tensor(anchor)), numbers, parameters, 1.0).numpy()
+
+
+def laplacian(x, y):
+    """A kernel, as a function of tensors."""
+    return torch.exp(-torch.cdist(x, y, p=1) / 4)
 
 
 class Lazy:

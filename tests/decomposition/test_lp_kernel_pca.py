@@ -109,18 +109,3 @@ def test_fewer_components_where_the_rank_is_lower():
         pca = LpKernelPCA(4, random_state=0, **options).fit(x)
         assert pca.n_components_ == 1
         assert pca.transform(x).shape == (20, 1)
-
-
-@pytest.mark.parametrize(
-    ("options", "x", "message"),
-    [
-        ({"p": 0.5}, data(), "p must be a finite number of at least 1.*got 0.5"),
-        ({"n_components": None}, data(), "n_components must be a positive integer, got None"),
-        ({"shift": -1.5}, data(), "shift must be above -1"),
-        ({"kernel": "precomputed", "center": False}, -np.eye(3), "X must be positive semidefinite, got -1"),
-        ({}, np.full((5, 3), 0.1), "X must have rows that differ"),
-    ],
-)
-def test_what_lp_kernel_pca_refuses(options, x, message):
-    with pytest.raises(ValueError, match=message):
-        LpKernelPCA(**options).fit(x)

@@ -191,31 +191,3 @@ def test_scale_of_the_data_does_not_matter(objective):
         np.testing.assert_allclose(other.components_, one.components_, atol=1e-8)
         # Where nothing is left but rounding, values of the mixture shifted by log(scale) round differently.
         assert abs(other.n_iter_ - one.n_iter_) <= 1
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"objective": "l2"}, "objective must be"),
-        ({"objective": cube}, "degree must be given"),
-        ({"objective": lambda rows, x: rows @ x, "degree": 2}, r"must give the mean gradient, a tensor \(3,\)"),
-        ({"objective": lambda rows, x: 1.0, "degree": 2}, "must give the mean gradient"),
-        ({"objective": "mixture", "degree": 2}, "degree of objective='mixture' is 0"),
-        ({"objective": "mixture", "n_components": 2}, "n_components must be 1 for objective='mixture'"),
-        ({"objective": "mixture"}, "Negative values in data"),
-        ({"degree": 0.5}, "degree must be at least 1"),
-        ({"eta": "rule"}, "eta must be"),
-        ({"epoch_length": "rule"}, "epoch_length must be"),
-    ],
-)
-def test_bad_parameters_are_refused_by_fit(options, message):
-    X = np.random.default_rng(0).normal(size=(30, 3))
-    with pytest.raises(ValueError, match=message):
-        StochasticSCIPI(**options).fit(X)
-
-
-def test_impossible_observations_are_refused():
-    L = mixture(30)
-    L[3] = 0
-    with pytest.raises(ValueError, match="row of zeros, an observation that is impossible under every component"):
-        StochasticSCIPI("mixture").fit(L)

@@ -210,26 +210,6 @@ def test_batches():
     assert batch_rows(1.0, 300) == 300
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"n_components": 4}, "n_components must be at most the 3 features"),
-        ({"batch_size": 0}, "batch_size must be"),
-        ({"batch_size": 1.5}, "batch_size must be"),
-        ({"eta": 0.0}, "eta must be"),
-        ({"beta": 1.0}, r"beta must be in \[0, 1\) or 'rule'"),
-        ({"eigenvalues": (1.0,)}, "2 falling numbers"),
-        ({"eigenvalues": (1.0, 1.0)}, "2 falling numbers"),
-        ({"eigenvalues": (1.0, -0.1)}, "2 falling numbers"),
-        ({"eigenvalues": "exact"}, "2 falling numbers"),
-    ],
-)
-def test_bad_parameters_are_refused_by_fit(options, message):
-    X = np.random.default_rng(0).normal(size=(30, 3))
-    with pytest.raises(ValueError, match=message):
-        VRHeavyBallPower(**options).fit(X)
-
-
 def growth(t, al, be):
     """p_t of section 4.3: how the noise-free square grows in t steps with momentum."""
     if al == pytest.approx(4 * be, rel=1e-14):

@@ -1,11 +1,14 @@
 """The bound on the log-partition function and its structure, against Algorithm 1 label by label."""
 
+from functools import partial
+
 import numpy as np
 import pytest
 import torch
 from naive import ORDERS, algorithm, as_array, clamped, curvature, randn
 from pairwise import pairs
 
+from favor.optim import bound_solve
 from favor.optim.bound import (
     bound_coefficients,
     bound_dense,
@@ -15,6 +18,8 @@ from favor.optim.bound import (
     bound_row_sums,
     partition_bound,
 )
+from favor.optim.low_rank import low_rank_bound
+from favor.optim.majorizers import MAJORIZERS
 
 SIZES = [1, 2, 3, 50, 63, 100]
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-6, torch.bfloat16: 1e-3}
@@ -141,6 +146,8 @@ def test_an_empty_batch():
     assert c.log_z.shape == (0,)
     assert bound_diagonal(c).shape == bound_row_sums(c).shape == bound_matvec(c, torch.zeros(0, 5)).shape == (0, 5)
     assert bound_dense(c).shape == (0, 5, 5)
+    for method in ("tridiagonal", "scan"):
+        assert bound_solve(c, 1.0, 1.0, torch.zeros(0, 5), method=method).shape == (0, 5)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -167,44 +174,38 @@ def test_ascending_order_makes_a_laplacian(scale):
         torch.testing.assert_close(bound_row_sums(c), 2 * bound_diagonal(c), rtol=0, atol=1e-13)
 
 
-@pytest.mark.parametrize(
-    ("logits", "order", "match"),
-    [
-        (torch.tensor([0.0, torch.nan]), "none", "logits"),
-        (torch.tensor([0.0, torch.inf]), "none", "logits"),
-        (torch.tensor([[0.0, 1.0], [-torch.inf, -torch.inf]]), "none", "logits"),
-        (torch.zeros(3, 0), "none", "logits"),
-        (torch.tensor(1.0), "none", "logits"),
-        (torch.arange(3), "none", "logits"),
-        (torch.zeros(3), "sorted", "order"),
-        (torch.zeros(3), None, "order"),
-    ],
-)
-def test_refuses_logits_and_orders(logits, order, match):
+INF, NAN, Z = torch.inf, torch.nan, torch.zeros
+C = bound_coefficients(Z(2, 3))
+REFUSED = [
+    *((bound_coefficients, (torch.tensor(a),), "logits") for a in ([0.0, NAN], [0.0, INF], [[0.0], [-INF]], 1.0, [1])),
+    (bound_coefficients, (Z(3, 0),), "logits"),
+    (bound_coefficients, (Z(3), "sorted"), "order"),
+    (bound_coefficients, (Z(3), None), "order"),
+    *((bound_matvec, (C, Z(shape)), r"\bv\b") for shape in ((), (1,), (2,), (4,))),
+    (partition_bound, (Z(3), Z(4, 2)), "features"),
+    (partition_bound, (Z(2), Z(2)), "features"),
+    (partition_bound, (Z(1, 2), Z(4, 2)), "theta"),
+    (partition_bound, (Z(2), Z(0, 2)), "features|logits"),
+    *((partition_bound, (Z(2), Z(2, 2), torch.tensor(w)), "weights") for w in ([1.0], [0.0, 0], [1.0, -1], [1.0, INF])),
+    *((bound_solve, (C, scale, 1.0, Z(2, 3)), "scale") for scale in (-1.0, NAN, torch.ones(5))),
+    *((bound_solve, (C, 1.0, damping, Z(2, 3)), "damping") for damping in (0.0, NAN, torch.ones(5))),
+    (bound_solve, (C, 1.0, torch.tensor([1.0, 0.0]), Z(2, 3)), "damping"),
+    *((bound_solve, (C, 1.0, 1.0, rhs), "rhs") for rhs in (Z(2, 4), Z(()), Z(5, 3))),
+    (partial(bound_solve, method="cholesky"), (C, 1.0, 1.0, Z(2, 3)), "method"),
+    (low_rank_bound, (Z(2), Z(3, 4, 3), 1), "features"),
+    (low_rank_bound, (Z(2), Z(4, 2), 1), "features"),
+    (low_rank_bound, (Z(1, 2), Z(3, 4, 2), 1), "theta"),
+    (low_rank_bound, (Z(2), Z(3, 0, 2), 1), "features|logits"),
+    (low_rank_bound, (Z(2), Z(3, 4, 2) * NAN, 1), "features|logits"),
+    (low_rank_bound, (Z(2), Z(3, 4, 2), 0), "rank"),
+    (partial(low_rank_bound, rule="paper"), (Z(2), Z(3, 4, 2), 1), "rule"),
+    *((MAJORIZERS[name], (Z(1, 2001), Z(1, 1), Z(1)), "got 2001") for name in ("spectral", "block", "kfac")),
+    (MAJORIZERS["bohning"](Z(4, 5), Z(4, 3) + INF, Z(4) + 0.25).solve, (Z(5, 3), 1e-4), "must be finite .* scale"),
+    (MAJORIZERS["block"](Z(4, 5), Z(4, 3) + INF, Z(4) + 0.25).solve, (Z(5, 3), 1e-4), "must be finite .* scale"),
+]
+
+
+@pytest.mark.parametrize(("call", "arguments", "match"), REFUSED)
+def test_refuses(call, arguments, match):
     with pytest.raises(ValueError, match=match):
-        bound_coefficients(logits, order)
-
-
-@pytest.mark.parametrize("shape", [(), (1,), (2,), (4,)])
-def test_refuses_vectors_of_another_length(shape):
-    c = bound_coefficients(torch.zeros(2, 3))
-    with pytest.raises(ValueError, match=r"\bv\b"):
-        bound_matvec(c, torch.zeros(shape))
-
-
-@pytest.mark.parametrize(
-    ("theta", "features", "weights", "match"),
-    [
-        (torch.zeros(3), torch.zeros(4, 2), None, "features"),
-        (torch.zeros(2), torch.zeros(2), None, "features"),
-        (torch.zeros(1, 2), torch.zeros(4, 2), None, "theta"),
-        (torch.zeros(2), torch.zeros(0, 2), None, "features|logits"),
-        (torch.zeros(2), torch.zeros(4, 2), torch.ones(3), "weights"),
-        (torch.zeros(2), torch.zeros(4, 2), torch.zeros(4), "weights"),
-        (torch.zeros(2), torch.zeros(4, 2), torch.tensor([1.0, -1.0, 1.0, 1.0]), "weights"),
-        (torch.zeros(2), torch.zeros(4, 2), torch.tensor([1.0, torch.inf, 1.0, 1.0]), "weights"),
-    ],
-)
-def test_partition_bound_refuses(theta, features, weights, match):
-    with pytest.raises(ValueError, match=match):
-        partition_bound(theta, features, weights)
+        call(*arguments)

@@ -116,17 +116,6 @@ def test_vectors_that_repeat(rule, size, rank):
             assert gap[-1] <= 1e-12 * expected.abs().max(), seed
 
 
-def test_the_exact_rule_is_tighter():
-    traces = {rule: [] for rule in RULES}
-    for seed in range(20):
-        theta, features = randn(8, seed=seed).numpy(), randn(3, 6, 8, seed=seed + 1).numpy()
-        exact = np.trace(sum_of_curvatures(theta, features)[2])
-        for rule in RULES:
-            traces[rule].append(np.trace(bound_of(theta, features, 3, rule).curvature.dense().numpy()) / exact)
-    assert min(traces["exact"]) >= 1
-    assert np.mean(traces["exact"]) < 0.75 * np.mean(traces["repaired"])
-
-
 @pytest.mark.parametrize("rule", RULES)
 def test_one_label_and_large_logits(rule):
     """No curvature from a single label; logits of 1e4 overflow nowhere."""
@@ -137,20 +126,3 @@ def test_one_label_and_large_logits(rule):
     bound = bound_of(theta, features, 2, rule)
     assert bound.curvature.dense().isfinite().all()
     check_bound(bound, theta, features)
-
-
-@pytest.mark.parametrize(
-    ("theta", "features", "rank", "rule", "match"),
-    [
-        (torch.zeros(2), torch.zeros(3, 4, 3), 1, "exact", "features"),
-        (torch.zeros(2), torch.zeros(4, 2), 1, "exact", "features"),
-        (torch.zeros(1, 2), torch.zeros(3, 4, 2), 1, "exact", "theta"),
-        (torch.zeros(2), torch.zeros(3, 0, 2), 1, "exact", "features|logits"),
-        (torch.zeros(2), torch.full((3, 4, 2), torch.nan), 1, "exact", "features|logits"),
-        (torch.zeros(2), torch.zeros(3, 4, 2), 0, "exact", "rank"),
-        (torch.zeros(2), torch.zeros(3, 4, 2), 1, "paper", "rule"),
-    ],
-)
-def test_refuses(theta, features, rank, rule, match):
-    with pytest.raises(ValueError, match=match):
-        low_rank_bound(theta, features, rank, rule=rule)

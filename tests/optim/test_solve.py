@@ -79,32 +79,3 @@ def test_leading_dimensions(method, order, n):
         s, lam = (torch.as_tensor(value, dtype=torch.float64)[..., None, None] for value in (s, lam))
         expected = torch.linalg.solve(s * b + lam * torch.eye(n, dtype=torch.float64), r.unsqueeze(-1)).squeeze(-1)
         torch.testing.assert_close(u, expected, rtol=1e-10, atol=1e-10)
-
-
-@pytest.mark.parametrize("method", METHODS)
-def test_an_empty_batch(method):
-    c = bound_coefficients(torch.zeros(0, 5))
-    assert bound_solve(c, 1.0, 1.0, torch.zeros(0, 5), method=method).shape == (0, 5)
-
-
-@pytest.mark.parametrize(
-    ("options", "match"),
-    [
-        ({"scale": -1.0}, "scale"),
-        ({"scale": torch.nan}, "scale"),
-        ({"damping": 0.0}, "damping"),
-        ({"damping": torch.tensor([1.0, 0.0])}, "damping"),
-        ({"damping": torch.nan}, "damping"),
-        ({"method": "cholesky"}, "method"),
-        ({"rhs": torch.zeros(2, 4)}, "rhs"),
-        ({"rhs": torch.zeros(())}, "rhs"),
-        ({"rhs": torch.zeros(5, 3)}, "rhs"),
-        ({"scale": torch.ones(5)}, "scale"),
-        ({"damping": torch.ones(5)}, "damping"),
-    ],
-)
-def test_refuses(options, match):
-    arguments = {"scale": 1.0, "damping": 1.0, "rhs": torch.zeros(2, 3), "method": "auto"} | options
-    method = arguments.pop("method")
-    with pytest.raises(ValueError, match=match):
-        bound_solve(bound_coefficients(torch.zeros(2, 3)), *arguments.values(), method=method)
