@@ -36,6 +36,7 @@ from favor.eval.approximation import model as whole
 from favor.eval.approximation.report import UNIFORM, Measured, spread
 from favor.eval.approximation.variants import LOCAL, Variant, add_options, variants_of
 from favor.eval.common.pretrained import PACKAGE, minilm_path
+from favor.eval.common.program import device_or_default
 from favor.eval.common.report import context, with_floats
 from favor.eval.speed.measure import Stopwatch, interleaved, seconds
 from favor.integrations.layer import attention_modules
@@ -252,7 +253,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments.html.is_dir():
         raise ValueError(f"--html must be a file, and {arguments.html} is a folder")
     check_text(arguments.text)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = torch.device(device_or_default(None))
     tokenizer, model = whole.load(arguments.model or str(minilm_path()), device)
     # Check this before measuring, which takes minutes: a text may be too short, a model may have too few positions.
     texts = [samples(arguments.text, tokenizer, each, arguments.samples, arguments.seed) for each in arguments.lengths]

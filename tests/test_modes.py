@@ -17,7 +17,7 @@ from favor.eval.papers.head_tasks import HeadTask
 from favor.models.conformer import ConformerForCTC, ConformerForTransducer
 from favor.models.speech import ConformerProcessor
 from favor.models.whisper_ctc import WhisperCTCConfig, WhisperCTCFeatureExtractor, WhisperForCTC
-from favor.train import distill
+from favor.train.common import teacher
 from favor.train.speech import pseudo_labels
 from favor.train.speech.data import Utterance
 
@@ -79,7 +79,7 @@ def adapting(call, **options):
 
 def looking():
     model = bert()
-    return model, lambda: distill.layers_of(model, {"input_ids": IDS})
+    return model, lambda: teacher.layers_of(model, {"input_ids": IDS})
 
 
 CALLS = {

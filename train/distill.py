@@ -34,7 +34,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-import transformers
 from accelerate import Accelerator
 from accelerate.utils import DistributedDataParallelKwargs, broadcast_object_list, set_seed
 from torch import Tensor
@@ -44,15 +43,14 @@ from favor import features as families
 from favor import registry
 from favor.config import feature_family
 from favor.integrations.adapt.observe import Observation, observe
-from favor.integrations.layer import attention_modules, decodes, layer_options, stored_choice
-from favor.integrations.modules import evaluating
+from favor.integrations.layer import attention_modules, layer_options, stored_choice
 from favor.integrations.stored import fix_directions, store_parameters, train_directions, update_choices
 from favor.train.common import checkpoint, loop
 from favor.train.common.arguments import FREE, FolderArguments, RunArguments, option, refuse
 from favor.train.common.lock import releases_locks
 from favor.train.common.pretrained import check_positions, load_exact
 from favor.train.common.program import DataclassParser, load_line, of_program, program
-from favor.train.common.teacher import AttentionStudent, Teacher, relative_squared_error
+from favor.train.common.teacher import AttentionStudent, Teacher, layers_of, relative_squared_error
 from favor.train.text.distill_data import Texts
 from favor.train.text.samples import check_text
 from favor_command.program import in_one_line
@@ -215,23 +213,6 @@ class DistillArguments(FolderArguments):
 def parse_arguments(words: Sequence[str] | None) -> DistillArguments:
     """Parses the arguments; ends the program for bad ones, raises ValueError for values that cannot be used."""
     return DataclassParser(NAME, __doc__, [DistillArguments]).parse(words)[0]
-
-
-def layers_of(
-    model: transformers.PreTrainedModel, inputs: dict[str, Tensor]
-) -> tuple[dict[int, tuple[int, int]], bool]:
-    """Finds key heads and head_dim of every attention layer, and whether any layer is causal or decodes.
-
-    Args:
-        model: with any attention.
-        inputs: arguments of the model.
-    """
-    seen: list[Observation] = []
-    with torch.no_grad(), evaluating(model), observe(model, seen.append):
-        model(**inputs)
-    return {o.layer: (o.key.shape[1], o.key.shape[3]) for o in seen}, any(
-        o.is_causal or decodes(o.module) for o in seen
-    )
 
 
 class Distillation:

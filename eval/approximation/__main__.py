@@ -44,7 +44,7 @@ from favor.eval.approximation.report import Measured
 from favor.eval.approximation.variants import HeadErrors, Variant, add_options, chosen_name, variants_of
 from favor.eval.common import report as common
 from favor.eval.common.pretrained import PACKAGE, minilm_path
-from favor.eval.common.program import add_results
+from favor.eval.common.program import add_results, device_or_default
 from favor.eval.speech.whisper_convert import PACKAGE as WHISPER
 from favor.integrations.layer import attention_modules, stored_choice
 from favor.train.common.pretrained import load_exact
@@ -185,7 +185,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs the report and writes it."""
     arguments = parse_arguments(argv)
     started = time.perf_counter()
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = torch.device(device_or_default(None))
     source: Any = None
     if arguments.text is None:
         from favor.eval.approximation.audio import Recordings  # its packages are those of another extra

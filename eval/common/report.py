@@ -101,11 +101,16 @@ def context_of(
 
 
 def finish(
-    arguments: argparse.Namespace, lines: Sequence[str], content: Mapping[str, Any], checks: Sequence[Check] = ()
+    arguments: argparse.Namespace,
+    lines: Sequence[str],
+    content: Mapping[str, Any],
+    checks: Sequence[Check] = (),
+    shown: Sequence[str] | None = None,
 ) -> int:
-    """Writes and prints a report with its checks; gives the exit code, 1 if a check does not hold."""
+    """Writes a report, prints its lines, or those `shown`, and its checks; gives the exit code, 1 if one fails."""
     write(arguments.output_dir, arguments.name, lines, content, checks)
-    print("\n".join(["", *lines, *([""] if checks else []), *(check.line() for check in checks)]), flush=True)
+    printed = lines if shown is None else shown
+    print("\n".join(["", *printed, *([""] if checks else []), *(check.line() for check in checks)]), flush=True)
     return int(not all(check.holds for check in checks))
 
 

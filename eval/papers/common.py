@@ -1,11 +1,10 @@
-"""Parts that the papers' programs share: panels of figures, and the end of a program."""
+"""Parts that the papers' programs share: panels of figures and their files."""
 
 from __future__ import annotations
 
-import argparse
 import io
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +13,6 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 from PIL import Image
-
-from favor.eval.common import report
 
 GREY_LINES = ("--", ":", "-.")  # line styles, in grey, of methods that are not the paper's
 
@@ -63,19 +60,3 @@ def save(figure: Any, path: Path, legend: Any = None, columns: int = 5) -> None:
     figure.savefig(buffer, dpi=100)
     plt.close(figure)
     Image.open(buffer).convert("RGB").quantize(256).save(path, optimize=True)
-
-
-def publish(
-    arguments: argparse.Namespace,
-    command: str,
-    lines: Sequence[str],
-    content: Mapping[str, Any],
-    checks: Sequence[report.Check],
-    packages: Sequence[str] = ("scikit-learn", "numpy"),
-    shown: Sequence[str] | None = None,
-) -> int:
-    """Writes the report, prints its lines or those of `shown`, and gives the exit code: 1 if a check does not hold."""
-    content = {**report.context(command, packages), **content}
-    report.write(arguments.output_dir, arguments.name, lines, content, checks)
-    print("\n".join(["", *(lines if shown is None else shown), "", *(check.line() for check in checks)]), flush=True)
-    return int(not all(check.holds for check in checks))

@@ -43,7 +43,7 @@ from favor.decomposition import KLNMF, L1KernelPCA
 from favor.eval.common import report
 from favor.eval.common.program import add_results
 from favor.eval.papers import power_methods
-from favor.eval.papers.common import panels, publish, save
+from favor.eval.papers.common import panels, save
 from favor.eval.papers.datasets import encode, read_rows
 from favor.train.common.program import Parser, program
 
@@ -417,7 +417,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     }
     command = report.shown_command("favor.eval.papers.decomposition", words, ["--keel_dir"], ["--output_dir"])
     text, found = ["# Scale-invariant decompositions"], []
-    content: dict[str, Any] = {"seed": 0, "parts": {}}
+    content = report.context(command, ("scikit-learn", "scipy", "numpy")) | {"seed": 0, "parts": {}}
     for part in (part for part in PARTS if part in arguments.parts):
         begin = time.perf_counter()
         with threadpool_limits(1):
@@ -429,7 +429,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         for plot in plots:
             plot(result, arguments.output_dir / f"{arguments.name}_{part}.png")
         # After every part, so that a run that is stopped leaves its finished results.
-        publish(arguments, command, text, content, found, ("scikit-learn", "scipy", "numpy"), shown=lines(result))
+        report.finish(arguments, text, content, found, shown=lines(result))
     return 0
 
 

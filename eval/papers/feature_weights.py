@@ -33,8 +33,8 @@ from favor.config import FavorConfig, feature_family
 from favor.eval.approximation.model import load, text_inputs
 from favor.eval.common import report
 from favor.eval.common.pretrained import PACKAGE, minilm_path
-from favor.eval.common.program import add_results
-from favor.eval.papers.common import panels, publish, save
+from favor.eval.common.program import add_results, device_or_default
+from favor.eval.papers.common import panels, save
 from favor.integrations.adapt.observe import Observation, observe, relative_error
 from favor.integrations.layer import attention_modules, stored_parameters
 from favor.train.common.program import Parser, program
@@ -176,7 +176,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Calibrates, measures, and writes the report."""
     arguments = parse_arguments(argv)
     path = arguments.model or str(minilm_path())
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = torch.device(device_or_default(None))
     tokenizer, model = load(path, device)
     ids = samples(arguments.text, tokenizer, arguments.max_length, CALIBRATION_SAMPLES)
     batches = [text_inputs(model, part) for part in ids.split(4)]
@@ -204,8 +204,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     rows = summary(arguments, found, seconds)
     lines = report_lines(arguments, rows, Path(path).name if arguments.model else f"the MiniLM of {PACKAGE}")
     plot(rows, arguments.output_dir / f"{arguments.name}.png")
-    content = {"rows": rows, "seeds": arguments.seeds}
-    publish(arguments, command, lines, content, acceptance(rows), ("transformers",))
+    content = report.context(command, ("transformers",)) | {"rows": rows, "seeds": arguments.seeds}
+    report.finish(arguments, lines, content, acceptance(rows))
     return 0
 
 

@@ -38,7 +38,7 @@ from torch.optim import SGD, AdamW, Optimizer
 from favor.eval.common import report
 from favor.eval.common.program import add_results
 from favor.eval.papers import head_tasks
-from favor.eval.papers.common import panels, publish, save
+from favor.eval.papers.common import panels, save
 from favor.eval.papers.head_tasks import IMAGES, HeadTask
 from favor.optim import SoftmaxBound
 from favor.train.common.loop import EpochSampler, mix
@@ -434,9 +434,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         name: {"settings": dict(tasks[name].settings), "entries": list(map(asdict, entries))}
         for name, entries in results.items()
     }
-    content = {"seeds": SEEDS, "tasks": of_task}
-    lines = report_lines(results, tasks)
-    return publish(arguments, command, lines, content, checks(results), ("transformers", "numpy"))
+    content = report.context(command, ("transformers", "numpy")) | {"seeds": SEEDS, "tasks": of_task}
+    return report.finish(arguments, report_lines(results, tasks), content, checks(results))
 
 
 cli = program("favor.eval.papers.head_optimizer", main)

@@ -32,7 +32,7 @@ from torch import Tensor
 from favor import features
 from favor.eval.common import report
 from favor.eval.common.program import add_results
-from favor.eval.papers.common import panels_by_name, publish, save, styles
+from favor.eval.papers.common import panels_by_name, save, styles
 from favor.eval.papers.datasets import BUNDLED, UCI, Dataset, load
 from favor.train.common.program import Parser, program
 
@@ -346,8 +346,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"{name}: " + "\n".join(_table([results[name]])), flush=True)
     plot(results, arguments.output_dir / f"{arguments.name}.png")
     command = report.shown_command("favor.eval.papers.kernel_classification", words, ["--data_dir"], ["--output_dir"])
-    content = {"feature_seeds": DRAWS, "scales": SCALES, "num_features": COUNTS, "datasets": results}
-    return publish(arguments, command, report_lines(results, arguments.shuffles), content, checks(results))
+    settings = {"feature_seeds": DRAWS, "scales": SCALES, "num_features": COUNTS}
+    content = report.context(command) | settings | {"datasets": results}
+    return report.finish(arguments, report_lines(results, arguments.shuffles), content, checks(results))
 
 
 cli = program("favor.eval.papers.kernel_classification", main)

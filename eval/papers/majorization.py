@@ -40,7 +40,7 @@ import torch
 
 from favor.eval.common import report
 from favor.eval.common.program import add_results
-from favor.eval.papers.common import panels, publish, save
+from favor.eval.papers.common import panels, save
 from favor.eval.papers.datasets import SSL_FILES, Dataset, load, read_adult, read_images, read_ssl, symmetric
 from favor.eval.papers.majorization_methods import (
     HALF_DECADES,
@@ -479,10 +479,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         traces = {key: trace for key, (_, trace) in cells.items() if trace is not None}
         plot(name, results[name], traces, arguments.output_dir / f"{arguments.name}_{name}.png")
         # After every data set, so that a run that is stopped leaves its finished results.
-        content = {"epochs": EPOCHS, "trials": TRIALS, "time_limit": SECONDS, "datasets": results}
+        settings = {"epochs": EPOCHS, "trials": TRIALS, "time_limit": SECONDS}
+        content = report.context(command, ("scikit-learn", "scipy", "numpy")) | settings | {"datasets": results}
         lines, shown = report_lines(results), [f"## {name}", "", *table(results[name]["methods"])]
-        packages = ("scikit-learn", "scipy", "numpy")
-        publish(arguments, command, lines, content, checks(results), packages, shown=shown)
+        report.finish(arguments, lines, content, checks(results), shown)
     return 0
 
 

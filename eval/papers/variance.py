@@ -31,7 +31,7 @@ from torch import Tensor
 from favor import features
 from favor.eval.common import report
 from favor.eval.common.program import add_results
-from favor.eval.papers.common import panels_by_name, publish, save, styles
+from favor.eval.papers.common import panels_by_name, save, styles
 from favor.eval.papers.datasets import read_images
 from favor.train.common.program import Parser, program
 
@@ -244,8 +244,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     plot(results, arguments.output_dir / f"{arguments.name}.png")
     settings = {"sets": SETS, "length": VECTORS, "seed": SEED, "images": source, "sigmas": SIGMAS}
     command = report.shown_command("favor.eval.papers.variance", words, ["--images_dir"], ["--output_dir"])
-    content = {**settings, "log_relative_variance": results}
-    return publish(arguments, command, report_lines(results, source), content, checks(results))
+    content = report.context(command) | settings | {"log_relative_variance": results}
+    return report.finish(arguments, report_lines(results, source), content, checks(results))
 
 
 cli = program("favor.eval.papers.variance", main)

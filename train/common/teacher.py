@@ -14,8 +14,9 @@ from favor import favor_attention
 from favor.attention.directions import Draw
 from favor.attention.directions import directions as drawn_directions
 from favor.features import Parameters, PositiveFeatures
-from favor.integrations.adapt.observe import Observation, relative_error
-from favor.integrations.layer import stored_choice, stored_parameters
+from favor.integrations.adapt.observe import Observation, observe, relative_error
+from favor.integrations.layer import decodes, stored_choice, stored_parameters
+from favor.integrations.modules import evaluating
 
 
 @dataclass(frozen=True)
@@ -208,3 +209,18 @@ class AttentionStudent(nn.Module):
         """Lists the query heads that do not stay exact."""
         exact, groups = self.choices[seen.layer].get("exact_heads", ()), seen.query.shape[1] // seen.key.shape[1]
         return [head for head in range(seen.query.shape[1]) if head // groups not in exact]
+
+
+def layers_of(model: PreTrainedModel, inputs: dict[str, Tensor]) -> tuple[dict[int, tuple[int, int]], bool]:
+    """Finds key heads and head_dim of every attention layer, and whether any layer is causal or decodes.
+
+    Args:
+        model: with any attention.
+        inputs: arguments of the model.
+    """
+    seen: list[Observation] = []
+    with torch.no_grad(), evaluating(model), observe(model, seen.append):
+        model(**inputs)
+    return {o.layer: (o.key.shape[1], o.key.shape[3]) for o in seen}, any(
+        o.is_causal or decodes(o.module) for o in seen
+    )
