@@ -4,6 +4,4 @@ from favor._parts import check_root
 
 check_root(__name__, __file__)
 
-from favor.models import bert, conformer, whisper_ctc  # noqa: E402  after the check
-
-__all__ = ["bert", "conformer", "whisper_ctc"]
+from favor.models import bert, conformer, whisper_ctc  # noqa: E402, F401  after the check

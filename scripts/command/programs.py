@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
 
 
 @dataclass(frozen=True)
@@ -29,6 +31,19 @@ class Folder:
         return {name: member for group in self.groups.values() for name, member in group.items()}
 
 
+def figures() -> dict[str, Program | Folder]:
+    """Finds the programs of `favor.eval.papers`; the first line of each is its line of help."""
+    home = Path(str(find_spec("favor").origin)).parent  # found, not imported
+    # In a checkout `eval` stands beside `favor`, in an installed package it is inside.
+    paths = [*home.glob("eval/papers/*.py"), *home.parent.glob("eval/papers/*.py")]
+    texts = {path.stem: path.read_text(encoding="utf-8") for path in sorted(paths)}
+    return {
+        name: Program(f"favor.eval.papers.{name}", text.partition('"""')[2].partition("\n")[0].removesuffix("."))
+        for name, text in texts.items()
+        if "\ndef main(" in text
+    }
+
+
 TRAIN = Folder(
     "train, fine-tune or adapt a model",
     {
@@ -51,10 +66,7 @@ EVAL = Folder(
         "quality": {
             "approximation": Program("favor.eval.approximation.__main__", "error of linear attention, per head"),
             "compatibility": Program("favor.eval.compatibility.__main__", "which models of transformers run"),
-            "feature_weights": Program("favor.eval.papers.feature_weights", "learned weights of random features"),
             "glue": Program("favor.eval.glue.__main__", "GLUE: tasks x backends x seeds"),
-            "kernel_classification": Program("favor.eval.papers.kernel_classification", "Figure 3 of the FAVOR# paper"),
-            "variance": Program("favor.eval.papers.variance", "variance of features: Figure 2 of the FAVOR# paper"),
         },
         "time and memory": {
             "speed": Program("favor.eval.speed.__main__", "attention and whole models, by length"),
@@ -69,7 +81,6 @@ EVAL = Folder(
             "asr": Program("favor.eval.asr", "error rates and speed of a saved speech model"),
             "long_form": Program("favor.eval.long_form", "whole chapters in one pass: time and memory"),
             "streaming": Program("favor.eval.streaming", "what each piece of a stream costs"),
-            "wer_by_features": Program("favor.eval.papers.wer_by_features", "Figure 4 of the FAVOR# paper"),
             "whisper": Program("favor.eval.whisper", "a pretrained Whisper with a linear encoder"),
             "whisper_ctc": Program("favor.eval.whisper_ctc", "CTC on a Whisper's encoder: three searches"),
             "whisper_ctc_long": Program("favor.eval.whisper_ctc_long", "the same on long recordings"),
@@ -77,11 +88,7 @@ EVAL = Folder(
             "lexicon": Program("favor.eval.speech.lexicon", "pronunciations of words, for phonemes as tokens"),
             "whisper_convert": Program("favor.eval.speech.whisper_convert", "Whisper from the format of CTranslate2"),
         },
-        "optimizers and decompositions": {
-            "decomposition": Program("favor.eval.papers.decomposition", "compared with scikit-learn"),
-            "head_optimizer": Program("favor.eval.papers.head_optimizer", "optimizers of an output layer"),
-            "majorization": Program("favor.eval.papers.majorization", "bound majorization and other optimizers"),
-        },
+        "figures and tables of papers": figures(),
     },
     "The demo is favor demo, the report in a browser favor report.",
 )

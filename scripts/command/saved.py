@@ -7,6 +7,7 @@ import re
 import textwrap
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from inspect import ismodule
 from pathlib import Path
 from typing import Any
 
@@ -80,7 +81,7 @@ def model_class(config: Any) -> Any:
         found = transformers.AutoModel._model_mapping.get(type(config), None)
         found = found[0] if isinstance(found, tuple) else found
     else:
-        places = [transformers, *(getattr(favor.models, part) for part in favor.models.__all__)]
+        places = [transformers, *filter(ismodule, vars(favor.models).values())]
         found = next((getattr(place, name) for place in places if hasattr(place, str(name))), None)
     is_model = isinstance(found, type) and issubclass(found, transformers.PreTrainedModel) and found.config_class
     # Some kinds share the models of another kind, as InternLM 3 those of LLaMA, or have some for the config of a part.
