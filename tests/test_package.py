@@ -5,6 +5,7 @@ import doctest
 import importlib
 import pkgutil
 import runpy
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -52,6 +53,22 @@ def imports(path: Path) -> set[str]:
             assert node.level == 0, f"{path}: relative import"
             found |= {f"{node.module}.{alias.name}" for alias in node.names}
     return found
+
+
+def test_imports_have_no_circle():
+    """Those that run when a module is imported; inside of a function an import may look upwards."""
+    files = {}
+    for part, folder in FOLDERS.items():
+        home = part if part.startswith("favor") else f"favor.{part}"
+        for path in folder.rglob("*.py"):
+            files[".".join([home, *path.relative_to(folder).with_suffix("").parts]).removesuffix(".__init__")] = path
+    graph = {}
+    for name, path in files.items():
+        at_once = [node for node in ast.parse(path.read_text()).body if isinstance(node, ast.ImportFrom)]
+        found = {f"{node.module}.{alias.name}" for node in at_once for alias in node.names}
+        graph[name] = {one if one in files else one.rpartition(".")[0] for one in found} & files.keys()
+    assert sum(map(len, graph.values())) > len(files)
+    TopologicalSorter(graph).prepare()  # raises CycleError
 
 
 @pytest.mark.parametrize("part", MAY_IMPORT)
