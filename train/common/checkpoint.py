@@ -225,7 +225,7 @@ def clear(folder: Path) -> None:
 def check_foreign(folder: Path, overwrite: bool) -> None:
     """Raises ValueError for files that a run would take from others: a checkpoint or settings of another program.
 
-    So does a model in a folder without a run, unless `overwrite` says that it may be replaced.
+    A model in a folder without a run is refused too, unless `overwrite` says that it may be replaced.
     """
     foreign = [path for path in sorted(folder.glob("checkpoint*")) if CHECKPOINT.fullmatch(path.name)]
     foreign = [path for path in foreign if not _is_ours(path)]
