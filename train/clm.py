@@ -11,30 +11,11 @@ earlier tokens. The output folder gets the model, its tokenizer and `all_results
 
 from __future__ import annotations
 
-from torch import Tensor
-from torch.utils.data import Dataset
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from favor.integrations.layer import attention_modules, decodes_or_is_causal
 from favor.train.text import language
-
-
-class Texts(Dataset[dict[str, Tensor]]):
-    """A data set of samples whose labels are their own tokens, unchanged in every epoch.
-
-    Args:
-        ids: tokens `[n, length]`.
-    """
-
-    def __init__(self, ids: Tensor) -> None:
-        self.ids = ids
-
-    def __len__(self) -> int:
-        return len(self.ids)
-
-    def __getitem__(self, visit: int) -> dict[str, Tensor]:
-        ids = self.ids[visit % len(self.ids)]
-        return {"input_ids": ids, "attention_mask": ids.new_ones(len(ids)), "labels": ids}
+from favor.train.text.samples import Plain
 
 
 def check_causal(model: PreTrainedModel) -> None:
@@ -50,7 +31,7 @@ OBJECTIVE = language.Objective(
     name="clm",
     auto_class=AutoModelForCausalLM,
     shift=1,
-    samples=lambda ids, tokenizer, seed: Texts(ids),
+    samples=lambda ids, tokenizer, seed: Plain(ids, labels=True),
     check=check_causal,
 )
 

@@ -218,10 +218,6 @@ def parse_arguments(words: Sequence[str] | None) -> DistillArguments:
 class Distillation:
     """One run of the program: the model, its exact self, the data, and the stages.
 
-    Args:
-        accelerator: of the run.
-        arguments: of the program.
-
     Attributes:
         whole: the model that is saved.
         model: the part of it that is switched and trained: all of it, or the encoder that hears.
@@ -297,8 +293,7 @@ class Distillation:
     def learn_parameters(self, kind: str) -> list[float]:
         """Learns a correction of the parameters and stores the corrected ones; returns the loss of every step.
 
-        Args:
-            kind: "calibrated" or "corrected", the statistics to store.
+        The `kind` of the stored statistics is "calibrated" or "corrected".
         """
         arguments, model = self.arguments, self.model
         modules = attention_modules(model)
@@ -339,9 +334,7 @@ class Distillation:
     def worst_heads(self, student: AttentionStudent, seen: list[Observation]) -> dict[int, list[int]]:
         """Gives the `exact_heads` key heads, by layer, that are estimated worst on the samples of the calibration.
 
-        Args:
-            student: holds the learned parameters.
-            seen: is filled with what the attention layers observe, as long as they are observed.
+        The student holds the learned parameters; `seen` is filled with what the attention layers observe.
         """
         errors: dict[tuple[int, int], float] = {}
         for inputs in map(self.moved, self.data.first(CALIBRATION_SAMPLES)):

@@ -15,36 +15,27 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset
 from transformers import AutoModelForMaskedLM, DataCollatorForLanguageModeling
 
 from favor.train.common.loop import mix
 from favor.train.text import language
+from favor.train.text.samples import Plain
 
 # Fraction of the tokens to predict; 80 % of these are masked, 10 % are replaced.
 PROBABILITY = 0.15
 
 
-class MaskedTexts(Dataset[dict[str, Tensor]]):
-    """A data set of samples with some tokens masked, at least one per sample, and no special ones.
+class MaskedTexts(Plain):
+    """A data set of samples `[n, length]` with some tokens masked, at least one per sample, and no special ones.
 
-    Item `epoch * length + index` is sample `index` with the masks of that epoch.
-
-    Args:
-        ids: tokens `[n, length]`.
-        tokenizer: with a token for masking.
-        seed: draws the masks.
-
-    Raises:
-        ValueError: if the tokenizer has no token for masking.
+    Item `epoch * length + index` is sample `index` with the masks of that epoch, drawn by the seed. Raises ValueError
+    if the tokenizer has no token for masking.
     """
 
     def __init__(self, ids: Tensor, tokenizer: Any, seed: int) -> None:
-        self.ids, self.seed = ids, seed
+        super().__init__(ids)
+        self.seed = seed
         self.masker = DataCollatorForLanguageModeling(tokenizer, mlm_probability=PROBABILITY)
-
-    def __len__(self) -> int:
-        return len(self.ids)
 
     def __getitem__(self, visit: int) -> dict[str, Tensor]:
         generator = torch.Generator().manual_seed(mix(self.seed, visit))

@@ -129,13 +129,8 @@ def parse_arguments(argv: list[str] | None) -> tuple[NstArguments, Arguments, li
 class _Task:
     """Holds what all generations share.
 
-    Attributes:
-        nst, student: the arguments of this program, and those of `favor.train.asr`.
-        rest: the arguments of `favor.train.asr` as words.
-        accelerator: of all processes.
-        folder: of all results.
-        unlabelled: speech without its transcripts.
-        references: transcripts by id, of the utterances that have one; only for reports.
+    `nst` and `student` are the arguments of this program and those of `favor.train.asr`, which `rest` has as words. The
+    speech has no transcripts; `references` are those by id, of the utterances that have one, for reports alone.
     """
 
     nst: NstArguments

@@ -32,14 +32,7 @@ SPREAD = (DistributedType.FSDP, DistributedType.DEEPSPEED, DistributedType.MEGAT
 
 @dataclass
 class Progress:
-    """Keeps the progress of a run.
-
-    Attributes:
-        step: optimizer steps done.
-        losses: their losses.
-        history: one entry for each finished epoch.
-        before: metrics before the training, if the program measures them.
-    """
+    """Keeps steps and their losses, an entry for each finished epoch, and metrics before the training, if measured."""
 
     step: int = 0
     losses: list[float] = field(default_factory=list)
@@ -59,12 +52,7 @@ class Progress:
 
 @dataclass
 class States:
-    """All that a checkpoint holds.
-
-    Attributes:
-        accelerator: of the run.
-        parts: objects with `state_dict` and `load_state_dict`, by name; their states are equal in all processes.
-    """
+    """Holds the objects of a checkpoint by name, whose states are equal in all processes, and adds what differs."""
 
     accelerator: Accelerator
     parts: dict[str, Any]
@@ -97,11 +85,7 @@ class States:
         files.write(folder, self.own, self.state_dict())
 
     def load(self, folder: Path) -> None:
-        """Reads all files, then takes over what they hold.
-
-        Raises:
-            ValueError: if a file cannot be used; the message says which and why.
-        """
+        """Reads all files, then takes over what they hold; raises ValueError for a file that cannot be used."""
         content = {name: files.read(folder, name) for name in (*self.parts, self.own)}
         for name, part in {**self.parts, self.own: self}.items():
             try:
@@ -120,15 +104,10 @@ class States:
 
 
 def save_checkpoint(states: States, folder: Path, step: int) -> None:
-    """Writes `folder/checkpoint-STEP` and removes all checkpoints except the last two.
+    """Writes `folder/checkpoint-STEP` and removes all checkpoints except the last two; all processes call it.
 
     The files go to a folder of another name, which is renamed when they are complete. So a `checkpoint-STEP` that
-    exists is whole, even if the process is killed. All processes call this function.
-
-    Args:
-        states: all that the checkpoint holds.
-        folder: of the run.
-        step: the number in its name.
+    exists is whole, even if the process is killed.
 
     Raises:
         OSError: in all processes if one of them cannot write. The unfinished checkpoint is removed, earlier ones stay.
@@ -169,10 +148,7 @@ def resume(states: States, folder: Path) -> Path | None:
     """Loads the last checkpoint that can be used; returns its folder, or None if there are no checkpoints.
 
     All processes call this function. A checkpoint that cannot be used is named in a warning and renamed, so that a new
-    checkpoint of its number can take its place.
-
-    Raises:
-        ValueError: if there are checkpoints and none can be used.
+    checkpoint of its number can take its place. Raises ValueError if there are checkpoints and none can be used.
     """
     accelerator, found = states.accelerator, checkpoints(folder)
     problems: list[str] = []
@@ -247,14 +223,9 @@ def clear(folder: Path) -> None:
 
 
 def check_foreign(folder: Path, overwrite: bool) -> None:
-    """Makes sure that a run in a folder loses nothing that no run wrote there.
+    """Raises ValueError for files that a run would take from others: a checkpoint or settings of another program.
 
-    Args:
-        folder: the run's folder, existing or not.
-        overwrite: whether a model of its own may be replaced.
-
-    Raises:
-        ValueError: for a checkpoint or settings of another program, or a model that would be replaced.
+    A model in a folder without a run is refused too, unless `overwrite` says that it may be replaced.
     """
     foreign = [path for path in sorted(folder.glob("checkpoint*")) if CHECKPOINT.fullmatch(path.name)]
     foreign = [path for path in foreign if not _is_ours(path)]
@@ -276,14 +247,9 @@ def check_foreign(folder: Path, overwrite: bool) -> None:
 def open_run(folder: Path, settings: dict[str, Any], resume: bool, overwrite: bool, there: bool | None = None) -> None:
     """Locks a run's folder until the program ends, and makes sure that the run may write to it.
 
-    All processes call this function, inside a function that `lock.releases_locks` decorates.
-
-    Args:
-        folder: the run's folder, existing or not.
-        settings: everything the result depends on.
-        resume: continue the run in the folder.
-        overwrite: start the run in the folder again.
-        there: whether the folder holds a run. Default None: it does if it has a checkpoint or results.
+    All processes call this function, inside a function that `lock.releases_locks` decorates. The settings are
+    everything the result depends on. The folder holds a run if `there` says so; without it, if it has a checkpoint or
+    results.
 
     Raises:
         ValueError: if the folder holds a run and neither `resume` nor `overwrite` is set, if both are set, if the run
@@ -316,11 +282,7 @@ def open_run(folder: Path, settings: dict[str, Any], resume: bool, overwrite: bo
 def start_run(folder: Path, settings: dict[str, Any], overwrite: bool, stages: Sequence[str] = ()) -> None:
     """Creates a run's folder and records its settings, when all processes have looked at it; all call this function.
 
-    Args:
-        folder: the run's folder.
-        settings: everything the result depends on.
-        overwrite: remove checkpoints and results of an earlier run.
-        stages: folders inside that have checkpoints too.
+    With `overwrite` results and checkpoints of an earlier run are removed, also those in the folders of the stages.
     """
     process = PartialState()
     process.wait_for_everyone()
@@ -335,11 +297,7 @@ def start_run(folder: Path, settings: dict[str, Any], overwrite: bool, stages: S
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Reads an object of JSON.
-
-    Raises:
-        ValueError: if the file holds something else; the message names the file.
-    """
+    """Reads an object of JSON; raises ValueError, which names the file, if it holds something else."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:

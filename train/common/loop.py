@@ -30,12 +30,8 @@ MAX_GRAD_NORM = 1.0
 class EpochSampler(Sampler[int]):
     """A random order that depends on the seed and the epoch alone, so that a resumed run repeats it.
 
-    Args:
-        length: number of samples.
-        seed: seed of the run.
-        tokens: length of each sample, to put samples of about the same length into one batch; transformers'
-            `LengthGroupedSampler` does so too, but here the batches come in random order. None is a plain permutation.
-        batch_size: samples of a batch; needed with `tokens`.
+    With `tokens`, the length of each sample, samples of about the same length share a batch of `batch_size`;
+    transformers' `LengthGroupedSampler` does so too, but here the batches come in random order.
     """
 
     def __init__(self, length: int, seed: int, tokens: list[int] | None = None, batch_size: int = 1) -> None:
@@ -86,13 +82,6 @@ def weight_average(model: torch.nn.Module, decay: float) -> AveragedModel:
 
     The decay grows with the steps, min(decay, (1 + n) / (10 + n)), so that the first weights are soon forgotten.
     Buffers are copied from the model.
-
-    Args:
-        model: the model whose weights are averaged, on its device.
-        decay: of the average, in [0, 1).
-
-    Returns:
-        The average, with `update_parameters(model)`, `module` and a state for checkpoints.
     """
 
     def average(averaged: Tensor, new: Tensor, count: Tensor | int) -> Tensor:
@@ -108,7 +97,6 @@ class Run:
 
     Attributes:
         clipped: the parameters whose gradients are clipped.
-        states: all that a checkpoint holds.
         loss: (model, batch) -> loss; None is the loss that the model gives for the batch.
         average: of the weights, if there is one.
         seconds: duration of every optimizer step.
@@ -160,9 +148,7 @@ def start(
     Args:
         accelerator: the one that prepared everything.
         prepared: model, optimizer and training loader.
-        arguments: steps, schedule, resuming.
-        seed: of the run.
-        folder: of its checkpoints.
+        arguments, seed, folder: of the run.
         clipped: the parameters whose gradients are clipped.
         ema_decay: of an average of the weights, see `weight_average`. Default 0: none.
 
@@ -222,11 +208,7 @@ def _training_mode(model: torch.nn.Module) -> None:
 
 
 def train_epoch(run: Run, bar: tqdm) -> None:
-    """Trains from the present step to the end of the epoch, or of all steps.
-
-    Raises:
-        FloatingPointError: if the loss is not finite.
-    """
+    """Trains from the present step to the end of the epoch; raises FloatingPointError if the loss is not finite."""
     accelerator, progress, epoch = run.accelerator, run.progress, len(run.progress.history)
     done = (progress.step - epoch * run.steps_per_epoch) * run.arguments.gradient_accumulation_steps
     batches = accelerator.skip_first_batches(run.train_loader, done) if done else run.train_loader

@@ -49,8 +49,7 @@ def load_switched(
     BERT, so that the saved folder remembers the backend.
 
     Args:
-        arguments: model, backend and its options.
-        auto_class: the Auto class of transformers with the wanted head.
+        arguments, auto_class: the model, and the Auto class of transformers with the wanted head.
         seed: draws weights that the checkpoint lacks, and the random features.
         adapt: changes the configuration before the model is made.
 
@@ -119,11 +118,7 @@ def positions_of(model: PreTrainedModel) -> tuple[int, int | None]:
 
 
 def find_head(model: nn.Module, num_labels: int) -> nn.Linear:
-    """Finds the output layer: the last linear layer of a model with one output per label.
-
-    Raises:
-        ValueError: if there is no such layer.
-    """
+    """Finds the last linear layer of a model with one output per label; raises ValueError if there is none."""
     heads = [m for m in model.modules() if isinstance(m, nn.Linear) and m.out_features == num_labels]
     if not heads:
         raise ValueError(f"{type(model).__name__} has no linear layer with {num_labels} outputs for head_optimizer")
@@ -136,16 +131,7 @@ def make_optimizer(
     """Makes the optimizer; returns it and the parameters whose gradients are to be clipped.
 
     AdamW decays matrices alone: biases and normalisations are vectors. The softmax bound has a step length of its own,
-    so its gradient is not clipped.
-
-    Args:
-        model: with an output layer of `num_labels`.
-        arguments: learning rate and weight decay.
-        head_arguments: options of the output layer.
-        num_labels: number of labels of the task; 1 is a regression.
-
-    Raises:
-        ValueError: if `head_arguments` asks for the softmax bound and the task is a regression.
+    so its gradient is not clipped. Raises ValueError if it is asked for and there is one label: that is a regression.
     """
     rate, decay = head_arguments.head_learning_rate, arguments.weight_decay
     bound = head_arguments.head_optimizer == SOFTMAX_BOUND

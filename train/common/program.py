@@ -33,11 +33,6 @@ class DataclassParser(Parser):
 
     A field is a `str`, `int`, `float` or `bool`, one of these or None, or a list of them. A field without a default is
     required. The metadata of a field are arguments of `add_argument`, such as `help`.
-
-    Args:
-        program: the program's name in messages.
-        text: the program's docstring, shown unchanged.
-        kinds: the dataclasses.
     """
 
     def __init__(self, program: str, text: str | None, kinds: Sequence[Any]) -> None:
@@ -102,11 +97,6 @@ def _peak_memory(device: torch.device) -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
-def _versions() -> dict[str, str]:
-    """Gives the versions of Python and of the packages that a result depends on."""
-    return {"python": platform.python_version(), **{name: version(name) for name in PACKAGES}}
-
-
 def load_line(model: Any, folder: Path | str, auto_class: type | None = None) -> str:
     """Says in one line how to load a saved model, with a class of transformers or its own."""
     return f'load it, after import favor, with {(auto_class or type(model)).__name__}.from_pretrained("{folder}")'
@@ -123,12 +113,7 @@ def describe(scores: dict[str, float], std: dict[str, float | None] | None = Non
 
 
 def of_training(run: Any, model: Any) -> dict[str, Any]:
-    """Gives the entries of the results that all trainings have.
-
-    Args:
-        run: the training, a `loop.Run`.
-        model: the trained model.
-    """
+    """Gives the entries of the results that all trainings, of `loop.Run`, have."""
     accelerator, progress, config = run.accelerator, run.progress, model.config
     backend = config._attn_implementation
     return {
@@ -144,16 +129,10 @@ def of_training(run: Any, model: Any) -> dict[str, Any]:
 
 
 def of_program(module: str, words: Sequence[str] | None, arguments: dict[str, Any]) -> dict[str, Any]:
-    """Gives the entries of the results that say how they were made.
-
-    Args:
-        module: that is run.
-        words: its command line; None for that of this process.
-        arguments: its options, with their values.
-    """
+    """Gives the entries of the results that say how they were made; without words the command is this process's."""
     return {
         "arguments": arguments,
         "command": shlex.join(["python", "-m", module, *(sys.argv[1:] if words is None else words)]),
         "num_processes": PartialState().num_processes,
-        "versions": _versions(),
+        "versions": {"python": platform.python_version(), **{name: version(name) for name in PACKAGES}},
     }

@@ -28,9 +28,7 @@ class DamagedError(ValueError):
 def write(folder: Path, name: str, tree: Any) -> None:
     """Writes a state as `name.json` and `name.safetensors` into a folder.
 
-    Raises:
-        TypeError: if the state holds something that is neither a container nor a number, text or tensor.
-        OSError, SafetensorError: if the files cannot be written.
+    Raises TypeError if it holds something that is neither a container nor a number, text or tensor.
     """
     tensors: dict[str, Tensor] = {}
     plan = _encode(tree, name, tensors, {})
@@ -39,11 +37,7 @@ def write(folder: Path, name: str, tree: Any) -> None:
 
 
 def read(folder: Path, name: str) -> Any:
-    """Reads a state that `write` wrote; tensors are on the CPU.
-
-    Raises:
-        DamagedError: if a file is missing or not one that `write` wrote; the message names the file.
-    """
+    """Reads a state that `write` wrote, on the CPU; raises DamagedError, which names the file, if it cannot."""
     path = folder / f"{name}.safetensors"
     try:
         tensors = load_file(path)

@@ -25,8 +25,7 @@ class Teacher:
 
     Attributes:
         model: the teacher, on the device of the student; it is not trained.
-        hidden_weight: of the hidden states in the loss, see `hidden_loss`.
-        logits_weight: of the predictions, see `logits_loss`.
+        hidden_weight, logits_weight: of `hidden_loss` and `logits_loss`.
         task_weight: of the student's own loss, for batches with labels.
         is_regression: whether the predictions are numbers, compared by their squared difference.
         columns: the teacher's output that each output of the student is compared with. None: that of the same number.
@@ -40,11 +39,7 @@ class Teacher:
     columns: Sequence[int] | None = None
 
     def loss(self, student: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
-        """Computes the loss of a student, prepared for training or not, for a batch of the model's arguments.
-
-        Raises:
-            ValueError: if hidden states are matched, and those of teacher and student have different shapes.
-        """
+        """Computes the loss of a student, prepared for training or not; raises ValueError as `hidden_loss`."""
         hidden = {"output_hidden_states": True} if self.hidden_weight else {}
         found = student(**batch, **hidden)
         with torch.no_grad():
@@ -65,12 +60,8 @@ class Teacher:
 def hidden_loss(found: tuple[Tensor, ...], goal: tuple[Tensor, ...], mask: Tensor | None) -> Tensor:
     """Computes the relative squared error of the hidden states after each layer, mean over layers.
 
-    Args:
-        found, goal: those of student and teacher, each `[B, L, n]`; the first are the embeddings, and do not count.
-        mask: `[B, L]`, 0 for padding; None without.
-
-    Raises:
-        ValueError: if they have different shapes.
+    States are `[B, L, n]`; the first are the embeddings, and do not count. The mask `[B, L]` is 0 for padding. Raises
+    ValueError if student and teacher have different shapes.
     """
     shapes = [[tuple(own.shape) for own in states] for states in (found, goal)]
     if shapes[0] != shapes[1]:
@@ -91,12 +82,7 @@ def relative_squared_error(found: Tensor, goal: Tensor, mask: Tensor | None) -> 
 
 
 def logits_loss(found: Tensor, goal: Tensor, mask: Tensor | None) -> Tensor:
-    """Computes the Kullback-Leibler divergence of predictions, mean over rows.
-
-    Args:
-        found, goal: logits of student and teacher, `[..., n]`.
-        mask: `[...]`, 0 for rows that do not count; None if all count.
-    """
+    """Computes the Kullback-Leibler divergence of logits `[..., n]`, mean over the rows that the mask `[...]` has."""
     log_p, log_q = (own.float().log_softmax(-1) for own in (goal, found))
     divergence = (log_p.exp() * (log_p - log_q)).sum(-1)
     if mask is None:
@@ -161,10 +147,8 @@ class AttentionStudent(nn.Module):
     def forward(self, observations: list[Observation], draw: int) -> Tensor:
         """Computes the mean relative error (less is better) of the estimated heads, over layers and sequences.
 
-        Args:
-            observations: from one forward pass of the exact model.
-            draw: number of the draw of random directions, if they are not learned; new directions in each step keep
-                the parameters from fitting one draw alone.
+        The observations are of one forward pass of the exact model. If directions are not learned, new ones in each
+        `draw` keep the parameters from fitting one draw alone.
         """
         errors = [
             relative_error(self.estimate(seen, draw), seen)[:, self._estimated(seen)].mean()
@@ -212,12 +196,7 @@ class AttentionStudent(nn.Module):
 
 
 def layers_of(model: PreTrainedModel, inputs: dict[str, Tensor]) -> tuple[dict[int, tuple[int, int]], bool]:
-    """Finds key heads and head_dim of every attention layer, and whether any layer is causal or decodes.
-
-    Args:
-        model: with any attention.
-        inputs: arguments of the model.
-    """
+    """Finds key heads and head_dim of every attention layer for these inputs, and whether any is causal or decodes."""
     seen: list[Observation] = []
     with torch.no_grad(), evaluating(model), observe(model, seen.append):
         model(**inputs)

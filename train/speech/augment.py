@@ -47,12 +47,9 @@ class SpecAugment:
             raise ValueError(f"spec_augment's numbers must be at least 0, and its part at most 1, got {self}")
 
     def __call__(self, features: Tensor, lengths: Tensor, generator: torch.Generator | None = None) -> Tensor:
-        """Gives masked copies of features.
+        """Gives masked copies of features `[B, T, F]`, right padded, whose time masks lie within the lengths `[B]`.
 
-        Args:
-            features: `[B, T, F]`, right padded.
-            lengths: real frames `[B]`; time masks lie within these.
-            generator: draws the masks, on its own device. Default None: PyTorch's generator of the features' device.
+        The generator may be on another device than the features. Default None: PyTorch's generator of their device.
         """
         _, frames, bins = features.shape
         every = torch.full_like(lengths, bins)
@@ -76,19 +73,10 @@ def _masks(lengths: Tensor, widths: Tensor, count: int, size: int, generator: to
 
 
 def change_speed(waveform: np.ndarray, factor: float) -> np.ndarray:
-    """Gives a waveform played faster or slower; its pitch changes too.
+    """Gives a waveform `[ceil(n / factor)]` played faster (factor > 1) or slower; its pitch changes too.
 
-    Speed perturbation of Ko et al. 2015, "Audio augmentation for speech recognition".
-
-    Args:
-        waveform: samples `[n]`.
-        factor: > 1 is faster; the nearest fraction with a denominator up to 100 is used. Usual are 0.9 and 1.1.
-
-    Returns:
-        `[ceil(n / factor)]`, of the same type.
-
-    Raises:
-        ValueError: for a factor that is not between 0.1 and 10.
+    Speed perturbation of Ko et al. 2015, "Audio augmentation for speech recognition". The nearest fraction with a
+    denominator up to 100 is used. Raises ValueError for a factor that is not between 0.1 and 10.
     """
     if not 0.1 <= factor <= 10:
         raise ValueError(f"factor must be between 0.1 and 10, got {factor}.")
@@ -119,18 +107,10 @@ class Acoustics:
     reverb_probability: float = 0.5
 
     def __call__(self, waveform: np.ndarray, sampling_rate: int, generator: torch.Generator) -> np.ndarray:
-        """Gives a changed copy of a waveform.
+        """Gives a changed copy of a waveform `[n]`, float32; samples may be greater than 1.
 
-        Args:
-            waveform: samples `[n]`, float32.
-            sampling_rate: in Hz. Files of other rates are converted.
-            generator: draws everything; the result depends on its state alone.
-
-        Returns:
-            `[n]`, float32; samples may be greater than 1.
-
-        Raises:
-            ValueError: for a file that cannot be read; the message names it.
+        Files of other sampling rates are converted. The result depends on the state of the generator alone. Raises
+        ValueError for a file that cannot be read; the message names it.
         """
         if (self.responses or self.rt60) and _uniform((0, 1), generator) < self.reverb_probability:
             waveform = reverberate(waveform, self._response(sampling_rate, generator))
@@ -151,15 +131,10 @@ class Acoustics:
 
 
 def add_noise(speech: np.ndarray, noise: np.ndarray, snr: float) -> np.ndarray:
-    """Adds noise at a signal-to-noise ratio.
+    """Adds noise `[n]`, scaled, to speech `[n]` at a signal-to-noise ratio.
 
-    Args:
-        speech: samples `[n]`.
-        noise: samples `[n]`; they are scaled.
-        snr: 10 log10 of the mean power of `speech` over that of the noise that is added, in dB.
-
-    Returns:
-        `[n]`. If one of the two is silent, there is no such ratio, and this is `speech`.
+    The ratio is 10 log10 of the mean power of `speech` over that of the noise that is added, in dB. If one of the two
+    is silent, there is no such ratio, and the result is `speech`.
     """
     speech_power, noise_power = _power(speech), _power(noise)
     if not (speech_power and noise_power):
@@ -168,16 +143,9 @@ def add_noise(speech: np.ndarray, noise: np.ndarray, snr: float) -> np.ndarray:
 
 
 def reverberate(speech: np.ndarray, response: np.ndarray) -> np.ndarray:
-    """Convolves speech with the impulse response of a room.
+    """Convolves speech `[n]` with the impulse response `[k]` of a room; the result `[n]` has the power of `speech`.
 
-    The greatest sample of the response is taken for the direct path: it does not delay the speech.
-
-    Args:
-        speech: samples `[n]`.
-        response: samples `[k]`, at least one of which is not 0.
-
-    Returns:
-        `[n]`, with the mean power of `speech`.
+    The greatest sample of the response, which must not be 0, is the direct path: it does not delay the speech.
     """
     peak = int(np.abs(response).argmax())
     wet = fftconvolve(speech, response / response[peak])[peak : peak + len(speech)]
@@ -190,11 +158,6 @@ def synthetic_response(rt60: float, sampling_rate: int, generator: torch.Generat
 
     This is the statistical model of late reverberation (Polack 1988). It has no single early reflections, and no
     colour. Direct path and noise have the same energy on average, as at the critical distance of a room.
-
-    Args:
-        rt60: reverberation time in seconds.
-        sampling_rate: in Hz.
-        generator: draws the noise.
 
     Returns:
         `[round(rt60 * sampling_rate) + 1]`, float32; the direct path is the first sample, 1.
@@ -209,12 +172,7 @@ def synthetic_response(rt60: float, sampling_rate: int, generator: torch.Generat
 def audio_files(folder: str, option: str) -> tuple[Path, ...]:
     """Lists the audio files of a folder and below it, sorted by path, and decodes a sample of each one.
 
-    Args:
-        folder: the folder.
-        option: that names it, for messages.
-
-    Raises:
-        ValueError: if there are none, or one cannot be read; the message names it.
+    Raises ValueError if there are none, or one cannot be read; the message names it, or the option of the folder.
     """
     found = sorted(path for path in Path(folder).rglob("*") if path.suffix.lower() in AUDIO and path.is_file())
     if not found:

@@ -69,13 +69,10 @@ class SpeechDataset(Dataset):
         return len(self.utterances)
 
     def __getitem__(self, key: int | Key) -> dict[str, Any]:
-        """Makes one sample.
+        """Makes one sample; raises ValueError, which names the file, if the audio cannot be read.
 
         Returns:
             `input_features [T, F]`, `labels [U]`, the `index` of the utterance, and `teacher_features` for a teacher.
-
-        Raises:
-            ValueError: if the audio cannot be read; the message names the file.
         """
         epoch, index = (0, key) if isinstance(key, int) else key
         utterance = self.utterances[index]
@@ -109,10 +106,7 @@ class SpeechDataset(Dataset):
 def collate(samples: Sequence[dict[str, Any]], with_index: bool = False) -> dict[str, Tensor]:
     """Makes a batch of samples of `SpeechDataset`.
 
-    Args:
-        samples: items of a `SpeechDataset`.
-        with_index: adds `index [B]`, so that an evaluation knows which utterances it has seen, and which twice. It is
-            not an argument of a model. Default False.
+    With `with_index` it has `index [B]`, so that an evaluation knows which utterances it has seen, and which twice.
 
     Returns:
         `input_features [B, T, F]` padded with 0, `attention_mask [B, T]` bool, `labels [B, U]` padded with -100; for a
@@ -172,12 +166,7 @@ def fitting(
 ) -> list[Utterance]:
     """Selects the utterances that a Whisper can hear; the others go to `skipped`, which may raise.
 
-    Args:
-        utterances: with `seconds`.
-        processor: of the model.
-        skipped: takes the others.
-        slowest: smallest speed factor.
-        most: greatest number of tokens of a transcript; None for utterances that are only transcribed.
+    They must end in time at the `slowest` speed factor, and have at `most` so many tokens, if they are trained on.
     """
     longest = processor.feature_extractor.chunk_length
     tokens = label_ids(processor.tokenizer, [utterance.text for utterance in utterances])

@@ -45,13 +45,7 @@ class StoredAudio(Protocol):
 
 @dataclass(frozen=True)
 class Piece:
-    """A piece of a longer recording.
-
-    Args:
-        recording: the audio file.
-        offset: seconds of the recording before the piece.
-        seconds: length of the piece. Default None: up to the end of the recording.
-    """
+    """A piece of a longer recording: its offset and its length in seconds, None up to the end of the recording."""
 
     recording: Path
     offset: float
@@ -149,12 +143,7 @@ class Skipped:
 
 
 def join(utterances: Sequence[Utterance], most: float) -> list[Utterance]:
-    """Joins consecutive utterances of a chapter as long as they last at most `most` seconds together.
-
-    Args:
-        utterances: with their lengths, in the order of their chapters.
-        most: seconds; a longer utterance stays alone.
-    """
+    """Joins consecutive utterances of a chapter, with lengths, as long as they last at most `most` seconds together."""
     groups: list[list[Utterance]] = []
     for utterance in utterances:
         last = groups[-1] if groups else []
@@ -167,12 +156,9 @@ def join(utterances: Sequence[Utterance], most: float) -> list[Utterance]:
 
 
 def from_row(row: Any, folder: Path, transcripts: bool) -> Utterance:
-    """Makes an utterance from a row; raises ValueError for a bad row.
+    """Makes an utterance from a row, an object of JSON or a row of a table, with columns of any name in `COLUMNS`.
 
-    Args:
-        row: an object of JSON or a row of a table, with columns of any name in `COLUMNS`.
-        folder: where the audio is, there or in `clips`.
-        transcripts: whether the row needs a text.
+    The audio is in the folder or in its `clips`. Raises ValueError for a bad row, and for one that lacks its text.
     """
     if not isinstance(row, Mapping):
         raise ValueError(f"expected one JSON object per line, got {reprlib.repr(row)}")
@@ -219,17 +205,9 @@ def _text(found: Mapping[str, Any], name: str) -> str | None:
 
 
 def read_audio(source: Utterance | str | Path | bytes, sampling_rate: int = 16000) -> np.ndarray:
-    """Reads the samples of an utterance or of an audio file, at a sampling rate.
+    """Reads the samples of an utterance or of an audio file, `[n]`, float32, at a rate in Hz; channels are averaged.
 
-    Args:
-        source: an utterance, a path, or the bytes of a file.
-        sampling_rate: in Hz; audio of another rate is converted. Default 16000.
-
-    Returns:
-        `[n]`, float32; channels are averaged.
-
-    Raises:
-        ValueError: as `favor.models.speech.read_file`; the message names the place of the utterance.
+    Raises ValueError as `favor.models.speech.read_file`; the message names the place of the utterance.
     """
     if not isinstance(source, Utterance):
         return read_file(source, sampling_rate, True)
@@ -261,11 +239,8 @@ def keep(utterances: Sequence[Utterance], faults: Iterable[str | None], skipped:
 def needed_frames(ids: Sequence[int], ctc: bool = True) -> int:
     """Counts the encoder outputs that a transcript needs.
 
-    Args:
-        ids: tokens of the transcript.
-        ctc: count one output per token, and one for the blank between two equal tokens (Graves et al. 2006, section
-            3.1). Default True. False counts tokens alone: a Transducer could work with fewer outputs, but then the
-            transcript does not belong to its audio.
+    CTC needs one per token, and one for the blank between two equal tokens (Graves et al. 2006, section 3.1). Without
+    it tokens alone count: a Transducer could work with fewer outputs, but then the transcript is not that of its audio.
     """
     return len(ids) + (sum(a == b for a, b in itertools.pairwise(ids)) if ctc else 0)
 
@@ -285,9 +260,9 @@ def check_lengths(
         utterances: with `seconds`.
         processor: a `ConformerProcessor`.
         skipped: takes the others.
-        ctc: whether equal neighbouring tokens need a blank between them, as in `needed_frames`. Default True.
-        fastest: greatest speed factor of the training. Default 1.
-        outputs: encoder outputs for a number of feature frames. Default `subsampled_frames`.
+        ctc: whether equal neighbouring tokens need a blank between them, as in `needed_frames`.
+        fastest: greatest speed factor of the training.
+        outputs: encoder outputs for a number of feature frames.
     """
     extractor = processor.feature_extractor
     tokens = processor.tokenizer([utterance.text for utterance in utterances])["input_ids"] if utterances else []
@@ -312,12 +287,6 @@ def long_enough(
     """Selects the utterances that give the encoder at least one frame; the others go to `skipped`, which may raise.
 
     Transcripts do not matter: an evaluation must not leave out hard utterances.
-
-    Args:
-        utterances: with `seconds`.
-        processor: a `ConformerProcessor`.
-        skipped: takes the others.
-        outputs: encoder outputs for a number of feature frames. Default `subsampled_frames`.
     """
     extractor = processor.feature_extractor
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 from transformers import AutoFeatureExtractor, AutoProcessor, PreTrainedModel, WhisperProcessor
 
 from favor.models.speech import ConformerProcessor
@@ -44,8 +44,7 @@ JOIN_SECONDS = 28.0
 def make_acoustics(data: SpeechDataArguments) -> Acoustics | None:
     """Makes what adds noise and reverberation to the training set; None if nothing is asked for.
 
-    Raises:
-        ValueError: for a folder without audio, or with a file that cannot be opened.
+    Raises ValueError for a folder without audio, or with a file that cannot be opened.
     """
     noises = () if data.noise_dir is None else audio_files(data.noise_dir, "noise_dir")
     if data.reverb_dir == SYNTHETIC:
@@ -65,14 +64,7 @@ def make_loaders(
 ) -> tuple[DataLoader, dict[str, DataLoader]]:
     """Makes the loader of the training set, augmented and shuffled by seed and epoch, and one per evaluation split.
 
-    Args:
-        arguments: all arguments of the program.
-        utterances: the training set.
-        evaluation: utterances of each evaluation split.
-        processor: that of the model.
-        seed: draws the order and the augmentation.
-        acoustics: changes the waveforms of the training set. Default None: they stay.
-        teacher: makes features for a teacher, see `SpeechDataset`. Default None.
+    `acoustics` changes the waveforms of the training set; `teacher` makes features for a teacher, see `SpeechDataset`.
     """
     data, masks = arguments.data, SpecAugment()
     if data.spec_augment is not None:
@@ -111,12 +103,8 @@ def evaluation_loader(
 ) -> DataLoader:
     """Makes a loader of utterances without augmentation, the longest first; each batch has their numbers as `index`.
 
-    Args:
-        utterances: with their lengths.
-        processor: of the model.
-        max_seconds: seconds of a batch, padding included; a longer utterance is a batch of its own.
-        num_workers: processes that read audio ahead. Default 0: none.
-        choose: takes the batches and returns those to load. Default None: all.
+    A batch has `max_seconds`, padding included; a longer utterance is a batch of its own. `choose` takes the batches
+    and returns those to load. `num_workers` processes read audio ahead.
     """
     kind, put_together = _kinds(processor)
     dataset = kind(utterances, processor)
@@ -132,31 +120,10 @@ def _kinds(processor: ConformerProcessor | WhisperProcessor) -> tuple[type[Speec
     return (WhisperDataset, collate_whisper) if is_whisper else (SpeechDataset, collate)
 
 
-class Listed(Dataset[Utterance]):
-    """Utterances, which a loader reads when it needs them."""
-
-    def __init__(self, utterances: list[Utterance]) -> None:
-        self.utterances = utterances
-
-    def __len__(self) -> int:
-        return len(self.utterances)
-
-    def __getitem__(self, index: int) -> Utterance:
-        return self.utterances[index]
-
-
 class Sounds:
     """Recordings of `--audio_dir`; consecutive utterances are joined up to 28 seconds.
 
-    Args:
-        arguments: of the program.
-        processes: that learn.
-
-    Attributes:
-        processor: of the model, to be saved with it.
-
-    Raises:
-        ValueError: if there are too few recordings.
+    The processor of the model is to be saved with it. Raises ValueError if there are too few recordings.
     """
 
     def __init__(self, arguments: DistillArguments, processes: int) -> None:
@@ -198,7 +165,8 @@ class Sounds:
         """Makes a loader of recordings in an order of the seed; there are no labels."""
         size = min(self.arguments.per_device_train_batch_size, len(self) // self.processes)
         sampler = EpochSampler(len(self), self.arguments.seed)
-        return DataLoader(Listed(self.utterances), size, sampler=sampler, drop_last=True, collate_fn=self.features)
+        data: Any = self.utterances  # they are read when a batch needs them
+        return DataLoader(data, size, sampler=sampler, drop_last=True, collate_fn=self.features)
 
     def shaped(self, batch: dict[str, Tensor], step: int) -> dict[str, Tensor]:
         """Gives the batch: recordings keep their length."""
@@ -208,8 +176,7 @@ class Sounds:
 def encoder_of(model: PreTrainedModel) -> Any:
     """Gives the part of a model that hears: the encoder of an encoder-decoder, or the model without its head.
 
-    Raises:
-        ValueError: if its input is no audio.
+    Raises ValueError if its input is no audio.
     """
     part = model.get_encoder() if model.config.is_encoder_decoder else model.base_model
     if part.main_input_name not in INPUTS:

@@ -142,14 +142,7 @@ def _table_rows(path: Path) -> Iterator[tuple[int, Any]]:
 
 @dataclass(frozen=True)
 class StoredMember(StoredAudio):
-    """Audio inside a tar file, read when it is needed.
-
-    Args:
-        shard: the tar file, not compressed.
-        name: of the member.
-        offset: its first byte in the tar file.
-        size: its bytes.
-    """
+    """Audio inside a tar file that is not compressed, `size` bytes from `offset` on, read when it is needed."""
 
     shard: Path
     name: str
@@ -181,12 +174,7 @@ class _Sample:
 def find_shards(path: Path, split: str | None) -> list[Path]:
     """Finds tar shards: a tar file itself; those of a folder; `<split>/*.tar`, or `<split>.tar` and `<split>-N.tar`.
 
-    Args:
-        path: a tar file or a folder.
-        split: a name in the folder; None for the folder itself.
-
-    Returns:
-        Sorted by name; none if there are no shards.
+    They are sorted by name. Without a split they are those of the folder itself.
     """
     if split is None and path.is_file():
         return [path] if path.suffix == TAR or _COMPRESSED.search(path.name) else []

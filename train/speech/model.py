@@ -106,8 +106,7 @@ def _has_new_head(arguments: SpeechModelArguments) -> bool:
 def architecture_of(arguments: SpeechModelArguments) -> str:
     """Chooses between "ctc", "transducer" and "whisper": as the arguments say, else the checkpoint, else "ctc".
 
-    Raises:
-        ValueError: if the checkpoint cannot be one of them, or only another one.
+    Raises ValueError if the checkpoint cannot be one of them, or only another one.
     """
     path, found = arguments.model_name_or_path, _checkpoint_type(arguments)
     possible = {WHISPER: (WHISPER, "ctc"), WhisperCTCConfig.model_type: ("ctc",)}.get(found or "")
@@ -136,10 +135,7 @@ def architecture_of(arguments: SpeechModelArguments) -> str:
 def make_model(arguments: Arguments, processor: Any, seed: int) -> Any:
     """Makes a new model of the preset, or loads the checkpoint's, with the chosen attention.
 
-    Args:
-        arguments: all arguments of the program.
-        processor: that of the model.
-        seed: draws new weights and the random features.
+    The seed draws new weights and the random features.
     """
     given, options = arguments.model, arguments.model.favor_options()
     architecture = architecture_of(given)
@@ -219,8 +215,7 @@ def _refuse(part: Any, names: Sequence[str]) -> None:
 def run_lexicon(arguments: Arguments) -> Pronunciations | None:
     """Gives the lexicon of a run: the file that the arguments name, else that of the checkpoint, if it has one.
 
-    Raises:
-        ValueError: for a file that cannot be used, or a model that is not trained by CTC alone.
+    Raises ValueError for a file that cannot be used, or a model that is not trained by CTC alone.
     """
     found = lexicon_of(arguments.data.lexicon, arguments.model.model_name_or_path or arguments.processor)
     if found is not None and architecture_of(arguments.model) != "ctc":
@@ -231,10 +226,7 @@ def run_lexicon(arguments: Arguments) -> Pronunciations | None:
 def as_phonemes(utterances: Sequence[Utterance], lexicon: Pronunciations, skipped: Skipped) -> list[Utterance]:
     """Writes the transcripts of utterances as phonemes, by the first pronunciation of each word.
 
-    Args:
-        utterances: with transcripts of words.
-        lexicon: of the words.
-        skipped: takes utterances with words that the lexicon lacks, if it takes any.
+    Utterances with words that the lexicon lacks go to `skipped`, if it takes any.
 
     Raises:
         ValueError: if it takes none and words are lacking, or for too many of them; the message names words.

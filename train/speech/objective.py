@@ -28,12 +28,6 @@ FEATURES, MASK = "teacher_features", "teacher_mask"
 class Objective:
     """Computes the loss of a batch: that of the model, and of the teacher if there is one.
 
-    Args:
-        accelerator: of the training.
-        given: options of the program.
-        model: to be trained.
-        processor: that of the model.
-
     Attributes:
         module: what is trained: the model, or a `TaughtModel` around it.
         extractor: of the teacher's features; None without a teacher.
@@ -103,18 +97,10 @@ def _chunk_sizes(model: Any, processor: Any) -> tuple[int, int]:
 
 
 class WhisperTeacher:
-    """The encoder of a Whisper, which is not trained, and the features that it hears.
+    """The encoder of a Whisper, or of a `WhisperForCTC`, which is not trained, and the features that it hears.
 
-    Args:
-        path: folder or hub name of a Whisper of transformers, or of a `WhisperForCTC`.
-        device: of the student.
-
-    Attributes:
-        width: numbers of a hidden state.
-        extractor: makes its features; noise and masks of the student's features are not in them.
-
-    Raises:
-        ValueError: for another model.
+    Its hidden states have `width` numbers. Noise and masks of the student's features are not in those of `extractor`.
+    Raises ValueError for another model.
     """
 
     def __init__(self, path: str, device: torch.device) -> None:
@@ -136,15 +122,9 @@ class WhisperTeacher:
 
     @torch.no_grad()
     def states(self, features: Tensor, mask: Tensor, places: Tensor) -> Tensor:
-        """Computes hidden states at given places of time.
+        """Computes hidden states `[B, L, width]` at samples `places [L]`, of features `[B, T, F]` with a mask `[B, T]`.
 
-        Args:
-            features: `[B, T, F]`, of the teacher.
-            mask: `[B, T]`, 1 for real frames.
-            places: samples `[L]`; between two frames the states are interpolated.
-
-        Returns:
-            `[B, L, width]`; after the end of a recording they are those of its last frame.
+        Between two frames they are interpolated; after the end of a recording they are those of its last frame.
         """
         found = self.encoder(features, mask).last_hidden_state.float()
         last = (mask.sum(1, keepdim=True) - 1) // 2
@@ -158,12 +138,9 @@ class WhisperTeacher:
 
 
 class TaughtModel(nn.Module):
-    """A Conformer with a layer that predicts the teacher's hidden states from its own.
+    """A Conformer with a layer that predicts the teacher's hidden states, of `width` numbers, from its own.
 
-    Args:
-        student: a `ConformerForCTC` or `ConformerForTransducer`.
-        width: numbers of a hidden state of the teacher.
-        weight: of the error of the predictions in the loss.
+    The error of the predictions has this weight in the loss.
     """
 
     def __init__(self, student: Any, width: int, weight: float) -> None:
@@ -172,14 +149,9 @@ class TaughtModel(nn.Module):
         self.projection = nn.Linear(student.config.hidden_size, width)
 
     def forward(self, goal: Tensor, **batch: Any) -> Tensor:
-        """Computes the loss of a batch.
+        """Computes the loss of a batch: the student's own, and `weight` times `unexplained`.
 
-        Args:
-            goal: the teacher's hidden states `[B, L, width]`, at the frames of the student.
-            **batch: arguments of the student.
-
-        Returns:
-            The student's own loss, and `weight` times `unexplained`.
+        The goal `[B, L, width]` are the teacher's hidden states at the frames of the student.
         """
         found = self.student(**batch, output_hidden_states=True)
         hidden = found.hidden_states[-1] if "hidden_states" in found else found.last_hidden_state
@@ -190,12 +162,9 @@ class TaughtModel(nn.Module):
 
 
 def unexplained(found: Tensor, goal: Tensor) -> Tensor:
-    """Computes the part of the variance of hidden states that a prediction leaves: 0 is the best, the mean gives 1.
+    """Computes the part of the variance of states `[N, n]` that a prediction leaves: 0 is the best, the mean gives 1.
 
     Each number of a state counts the same, whatever its scale: a Whisper has some that are a hundred times greater.
-
-    Args:
-        found, goal: `[N, n]`.
     """
     goal = goal.float()
     scale = goal.var(dim=0, correction=0).clamp(min=1e-8).rsqrt()
@@ -203,13 +172,7 @@ def unexplained(found: Tensor, goal: Tensor) -> Tensor:
 
 
 def frame_places(config: ConformerConfig, length: int, win_length: int) -> Tensor:
-    """Gives the sample in the middle of what each frame of a Conformer hears, `[L]`.
-
-    Args:
-        config: of the Conformer.
-        length: number of frames L.
-        win_length: samples of a window of its features.
-    """
+    """Gives the sample in the middle of what each of `length` frames of a Conformer hears, `[L]`."""
     width, stride = config.subsampling_conv_kernel_size, config.subsampling_conv_stride
     heard = (width - 1) * (1 + stride) * config.feature_hop_length + win_length
     return torch.arange(length) * config.samples_per_frame + heard / 2

@@ -141,15 +141,9 @@ def append_records(path: Path, settings: Record, records: Iterable[Record]) -> N
 
 
 def read_records(path: Path, settings: Record | None, make: Callable[..., T]) -> list[T]:
-    """Reads the whole lines of a file of `append_records`.
+    """Reads the whole lines of a file of `append_records`, if there is one; `make` takes the values of each by name.
 
-    Args:
-        path: the file; without it there are no records.
-        settings: that the records must have been made with. None: any.
-        make: makes what is returned from the values of a record by name.
-
-    Raises:
-        ValueError: if they were made with others, or the file is damaged.
+    Raises ValueError if they were made with other settings (None: any), or the file is damaged.
     """
     content = path.read_bytes() if path.exists() else b""
     try:

@@ -34,15 +34,10 @@ ROUNDING = 1e-9
 
 @dataclass(frozen=True)
 class PseudoLabel:
-    """Holds the transcript of one utterance that a teacher found.
+    """Holds the transcript of one utterance that a teacher found: the best hypothesis, possibly empty.
 
-    Attributes:
-        id: id of the utterance.
-        audio: absolute path of its file.
-        text: the best hypothesis, possibly empty.
-        log_prob: natural logarithm of the probability of this hypothesis.
-        tokens: its number of tokens of the teacher's tokenizer.
-        seconds: length of the audio.
+    `audio` is the absolute path of its file, `log_prob` the natural logarithm of the probability of this hypothesis,
+    and `tokens` its number of tokens of the teacher's tokenizer.
     """
 
     id: str
@@ -56,8 +51,7 @@ class PseudoLabel:
 def fingerprint(folder: str | Path) -> str:
     """Computes the identity of a saved model and its processor: a hash of weights, configurations and tokenizer.
 
-    Raises:
-        ValueError: if the folder holds no weights in safetensors.
+    Raises ValueError if the folder holds no weights in safetensors.
     """
     folder = Path(folder)
     if not any(folder.glob(IDENTITY[0])):
@@ -162,14 +156,9 @@ def _known(folder: Path, settings: dict[str, Any] | None = None) -> dict[tuple[s
 
 
 def collect(utterances: Sequence[Utterance], folder: str | Path) -> list[PseudoLabel]:
-    """Reads the labels of utterances, in their order, when all shards of `label` are done.
+    """Reads the labels of all utterances, in their order, when all shards of `label` are done.
 
-    Args:
-        utterances: all utterances that were to be labelled.
-        folder: where `label` wrote.
-
-    Raises:
-        ValueError: if some labels are missing.
+    Raises ValueError if some labels are missing.
     """
     known = _known(Path(folder))
     missing = [utterance.id for utterance in utterances if _place(utterance) not in known]
@@ -225,10 +214,6 @@ def filter_scores(labels: Sequence[PseudoLabel], fit: ScoreFit) -> np.ndarray:
 
     For labels like the fitted ones the score has about the same spread at all lengths. It is 0 where sigma is 0 (all
     points on a line, as two points always are), and minus infinity for a label without tokens.
-
-    Args:
-        labels: with log probabilities S and numbers of tokens l.
-        fit: mu, beta and sigma, from `fit_scores`.
     """
     lengths, log_probs = (np.array([getattr(one, key) for one in labels], float) for key in ("tokens", "log_prob"))
     spread = fit.sigma * np.sqrt(np.maximum(lengths, 1))
@@ -239,13 +224,7 @@ def filter_scores(labels: Sequence[PseudoLabel], fit: ScoreFit) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Selection:
-    """The labels to train on.
-
-    Attributes:
-        kept: the labels, in their order.
-        dropped: for the id of each other label the reason.
-        fit: the fit of the scores.
-    """
+    """The labels to train on, in their order, for the id of each other label the reason, and the fit of the scores."""
 
     kept: list[PseudoLabel]
     dropped: dict[str, str]

@@ -83,13 +83,8 @@ def read_librispeech(folder: str | Path, split: str, skipped: Skipped | None = N
     """Reads the utterances of an unpacked LibriSpeech (Panayotov et al. 2015), sorted, without their lengths.
 
     Files are `<folder>[/LibriSpeech]/<split>/<speaker>/<chapter>/<id>.flac` (or .mp3, .wav) and, next to them,
-    `<speaker>-<chapter>.trans.txt` with an id and a transcript per line.
-
-    Args:
-        folder: the corpus, or the folder that holds `LibriSpeech`.
-        split: e.g. "dev-clean".
-        skipped: takes audio without a transcript, transcripts without audio and empty transcripts. Default None: the
-            first one raises.
+    `<speaker>-<chapter>.trans.txt` with an id and a transcript per line. `skipped` takes audio without a transcript,
+    transcripts without audio and empty transcripts; without it the first one raises.
 
     Raises:
         ValueError: if there is no such split, or the split is empty.
@@ -125,14 +120,8 @@ def read_librispeech(folder: str | Path, split: str, skipped: Skipped | None = N
 def read_audio_folder(folder: str | Path, split: str | None = None) -> list[Utterance]:
     """Reads the utterances of all audio files in a folder and below it, sorted by path, without their lengths.
 
-    The id is the path below `folder`. The text is that of a `.trans.txt` file next to the audio, or "".
-
-    Args:
-        folder: e.g. the corpus, or the folder that holds `LibriSpeech`.
-        split: folder inside the corpus. Default None: all of it.
-
-    Raises:
-        ValueError: if there is no audio file.
+    The id is the path below `folder`. The text is that of a `.trans.txt` file next to the audio, or "". The split is a
+    folder inside the corpus. Raises ValueError if there is no audio file.
     """
     root = _root(Path(folder))
     place = root if split is None else root / split
@@ -176,12 +165,7 @@ def _transcripts(chapter: Path) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class StoredRow(StoredAudio):
-    """Audio of one row of a dataset, read when it is needed.
-
-    Args:
-        dataset: with a column "audio" that is not decoded.
-        row: number of the row.
-    """
+    """Audio of one row of a dataset, whose column "audio" is not decoded, read when it is needed."""
 
     dataset: Dataset
     row: int
@@ -198,13 +182,8 @@ class StoredRow(StoredAudio):
 def read_hub(name: str, split: str | None = None, skipped: Skipped | None = None) -> list[Utterance]:
     """Loads the utterances of a dataset of the hub, or of a local folder of Parquet files, without reading their audio.
 
-    Args:
-        name: for `datasets.load_dataset`; a configuration such as "clean" may follow after a colon.
-        split: e.g. "validation" or "train.100+train.360".
-        skipped: takes rows without a transcript. Default None: the first one raises.
-
-    Raises:
-        ValueError: if there is no split, or the dataset has no columns audio and text.
+    After the name a configuration such as "clean" may follow, after a colon. `skipped` takes rows without a transcript;
+    without it the first one raises. Raises ValueError if there is no split, or no column audio or text.
     """
     if not split:
         raise ValueError(f"split must be given for the hub's {name}, e.g. 'validation'.")

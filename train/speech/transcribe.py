@@ -36,12 +36,8 @@ def search(
 ) -> list[list[Hypothesis]]:
     """Runs a beam search; returns the hypotheses of each utterance, the most probable first.
 
-    Args:
-        model: a `ConformerForCTC` or `ConformerForTransducer` in evaluation mode.
-        batch: `input_features` `[B, T, F]` and `attention_mask` `[B, T]`, on the model's device.
-        beam_size: number of hypotheses that are kept.
-        chunks: as in `transcribe`.
-        scorer: as in `transcribe`. With a `WordLexicon` there can be no hypothesis.
+    The model, in evaluation mode, is a `ConformerForCTC` or `ConformerForTransducer`. The arguments are those of
+    `transcribe`. With a `WordLexicon` there can be no hypothesis.
     """
     features, mask = batch["input_features"], batch.get("attention_mask")
     if scorer is not None:

@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
 from favor.train.common.loop import VisitSampler, mix
 from favor.train.mlm import MaskedTexts
-from favor.train.text.samples import around, samples
+from favor.train.text.samples import Plain, around, samples
 
 if TYPE_CHECKING:
     from favor.train.distill import DistillArguments
@@ -20,35 +20,12 @@ IGNORED = -100  # the label of a token that is not predicted
 HELD_OUT_SAMPLES = 8
 
 
-class Plain(Dataset[dict[str, Tensor]]):
-    """Samples `[n, length]` as the model's arguments; with labels for the next words, if `labels` is set."""
-
-    def __init__(self, ids: Tensor, labels: bool) -> None:
-        self.ids, self.labels = ids, labels
-
-    def __len__(self) -> int:
-        return len(self.ids)
-
-    def __getitem__(self, visit: int) -> dict[str, Tensor]:
-        ids = self.ids[visit % len(self.ids)]
-        return {"input_ids": ids, "labels": ids} if self.labels else {"input_ids": ids}
-
-
 class Texts:
-    """Samples of one text.
-
-    Args:
-        arguments: of the program.
-        tokenizer: that of the model.
-        processes: that learn.
-        closed_form: samples that the closed form needs.
+    """Samples of one text; raises ValueError if it is too short.
 
     Attributes:
         processor: the tokenizer, to be saved with the model.
         ids: to learn from, `[n, max_length]`.
-
-    Raises:
-        ValueError: if the text is too short.
     """
 
     def __init__(self, arguments: DistillArguments, tokenizer: Any, processes: int, closed_form: int) -> None:
@@ -91,21 +68,16 @@ class Texts:
 
     def loader(self, labels: bool, decoder: bool) -> DataLoader[dict[str, Tensor]]:
         """Makes a loader of the samples in an order of the seed; with labels for the words themselves, or without."""
-        seed, size = (
-            self.arguments.seed,
-            min(self.arguments.per_device_train_batch_size, len(self.ids) // self.processes),
-        )
-        data: Dataset[dict[str, Tensor]] = Plain(self.ids, labels)
-        if labels and not decoder:
-            data = MaskedTexts(self.ids, self.processor, seed)
+        seed = self.arguments.seed
+        size = min(self.arguments.per_device_train_batch_size, len(self.ids) // self.processes)
+        masked = labels and not decoder
+        data = MaskedTexts(self.ids, self.processor, seed) if masked else Plain(self.ids, labels)
         return DataLoader(data, size, sampler=VisitSampler(len(self.ids), seed), drop_last=True)
 
     def shaped(self, batch: dict[str, Tensor], step: int) -> dict[str, Tensor]:
-        """Cuts a batch to the length of a step, before the special tokens at the end, and makes pairs of some samples.
+        """Cuts a batch `[B, max_length]` to the length of a step, before the special tokens at the end.
 
-        Args:
-            batch: tensors `[B, max_length]`.
-            step: how many steps are done.
+        Some of its samples become pairs.
         """
         generator = torch.Generator().manual_seed(mix(self.arguments.seed, step))
         length = self.arguments.max_length
@@ -135,15 +107,9 @@ def check_number(number: int, processes: int, source: str) -> None:
 class Pairs:
     """Makes two texts of some samples: the second begins inside the first or right after it, and shares words with it.
 
-    Words that stand in both texts are what a model compares, and what heads that look at equal words look at.
-
-    Args:
-        tokenizer: that of the model.
-        before, after: number of special tokens before and after one text.
-        probability: of two texts in a sample.
-
-    Raises:
-        ValueError: if the tokenizer sets no special tokens between two texts.
+    Words that stand in both texts are what a model compares, and what heads that look at equal words look at. `before`
+    and `after` are the numbers of special tokens around one text. Raises ValueError if the tokenizer sets no special
+    tokens between two texts.
     """
 
     def __init__(self, tokenizer: Any, before: int, after: int, probability: float) -> None:
@@ -167,9 +133,8 @@ class Pairs:
     def __call__(self, batch: dict[str, Tensor], generator: torch.Generator) -> dict[str, Tensor]:
         """Gives a batch `[B, n]` of which some samples are pairs of the same number of tokens.
 
-        Args:
-            batch: `input_ids`, and `labels` if there are any; its other arguments are kept.
-            generator: draws which samples, and where their texts begin and end.
+        The generator draws which, and where their texts begin and end. Arguments other than `input_ids` and `labels`
+        are kept.
         """
         if not self.probability:
             return batch

@@ -135,11 +135,7 @@ TASKS = {
 
 
 def get_task(name: str) -> Task:
-    """Gives the task of a name, in upper or lower case.
-
-    Raises:
-        ValueError: for an unknown name; the message lists the nine names.
-    """
+    """Gives the task of a name, in upper or lower case; raises ValueError, which lists all, for an unknown name."""
     if name.lower() not in TASKS:
         near = did_you_mean(name, TASKS) or ";"
         raise ValueError(f"unknown GLUE task {name!r}{near} task_name must be one of {', '.join(TASKS)}")
@@ -167,16 +163,11 @@ class GlueData:
             self.evaluation = {split: part.take(min(evaluation, len(part))) for split, part in self.evaluation.items()}
 
     def add_distractors(self, number: int) -> None:
-        """Makes documents: puts texts of other samples of the split around the text that holds the answer.
+        """Makes documents: puts `number` texts of other samples of the split around the text that holds the answer.
 
         What follows from one text follows from a document with it; what does not follow from it seldom follows from
-        texts that are drawn by chance. So labels stay.
-
-        Args:
-            number: of texts that are added to each sample; 0 changes nothing. Their choice depends on the split alone.
-
-        Raises:
-            ValueError: if the task has no column for it, or a split has one sample.
+        texts that are drawn by chance. So labels stay. The choice of the texts depends on the split alone. Raises
+        ValueError if the task has no column for it, or a split has one sample.
         """
         self.train = with_distractors(self.train, self.task, number)
         self.evaluation = {name: with_distractors(part, self.task, number) for name, part in self.evaluation.items()}

@@ -72,17 +72,11 @@ def label_rows(names: Sequence[str], task: Task, owner: str, way_out: str) -> tu
     Names are compared without case and hyphens, and usual synonyms are the same. Names that are numbers, such as
     LABEL_1, are the numbers of the task. A score (STS-B) needs one output, whatever its name.
 
-    Args:
-        names: of the model's labels, in the order of its outputs.
-        task: the task.
-        owner: the model, for messages.
-        way_out: what to do about other labels, the end of the message.
-
     Returns:
         The numbers of the outputs, and a remark; the remark is empty if names and order are those of the task.
 
     Raises:
-        ValueError: if the labels are not those of the task.
+        ValueError: if the labels are not those of the task; the message names the `owner` and ends with the `way_out`.
     """
     wanted = task.labels or ("score",)
     order = list(range(len(wanted)))
@@ -132,13 +126,8 @@ def _by_number(names: Sequence[str]) -> list[int]:
 def load_model(arguments: ModelArguments, task: Task, seed: int, say: Callable[[str], Any] = print) -> PreTrainedModel:
     """Loads the pretrained model with a head for the task, as `favor.train.common.pretrained.load_switched` does.
 
-    A head that the checkpoint holds keeps the meaning of its outputs: labels are ordered by their names.
-
-    Args:
-        arguments: model, backend and its options.
-        task: the task.
-        seed: draws weights that the checkpoint lacks, and the random features.
-        say: takes a remark on labels whose order or names are not those of the data.
+    A head that the checkpoint holds keeps the meaning of its outputs: labels are ordered by their names. `say` takes a
+    remark on labels whose order or names are not those of the data.
 
     Raises:
         ValueError: if the head of the checkpoint has other labels, and `ignore_mismatched_sizes` is not set.
@@ -180,12 +169,7 @@ def load_teacher(
 ) -> Teacher:
     """Loads the teacher, with exact attention, as carefully as the student; its labels are ordered as the student's.
 
-    Args:
-        arguments: names the teacher.
-        given: of the student.
-        student: the model that learns.
-        task: the task.
-        say: takes a remark on labels whose order or names are not those of the data.
+    `say` takes a remark on labels whose order or names are not those of the data.
 
     Raises:
         ValueError: if it was not fine-tuned on a task with the same labels, or has another vocabulary.
@@ -218,15 +202,7 @@ def load_teacher(
 def tokenized(
     dataset: Dataset, task: Task, tokenizer: Any, arguments: DataArguments, rows: Sequence[int] | None = None
 ) -> Dataset:
-    """Turns sentences into token numbers, without padding.
-
-    Args:
-        dataset: one split.
-        task: names the columns with sentences.
-        tokenizer: that of the model.
-        arguments: greatest length.
-        rows: the output of the model for each label, which then replaces the label. Default None: labels stay.
-    """
+    """Turns sentences into token numbers, without padding, and labels into `rows`, the outputs for them, if given."""
 
     def encode(batch: dict[str, list]) -> dict[str, list]:
         texts = [batch[column] for column in task.sentences]
@@ -240,24 +216,13 @@ def tokenized(
 
 
 def check_samples(splits: Iterable[Dataset], task: Task, tokenizer: Any) -> None:
-    """Raises ValueError if more than a third of the tokens of all splits are unknown; rows are taken evenly spaced.
-
-    Args:
-        splits: token numbers.
-        task: names the data set in the message.
-        tokenizer: that made them.
-    """
+    """Raises ValueError if more than a third of the tokens of all splits are unknown; rows are taken evenly spaced."""
     rows = (split[:: len(split) // CHECKED or 1]["input_ids"] for split in splits)
     saved.check_known(chain.from_iterable(rows), tokenizer, f"the samples of {task.folder}")
 
 
 def cut_off(samples: Dataset, max_length: int) -> str:
-    """Says how many documents have the greatest length, so that longer ones lost their end; empty if none has.
-
-    Args:
-        samples: token numbers.
-        max_length: greatest length.
-    """
+    """Says how many documents have the greatest length, so that longer ones lost their end; empty if none has."""
     number = sum(len(ids) == max_length for ids in samples["input_ids"])
     if not number:
         return ""
@@ -278,17 +243,9 @@ def make_loaders(
 ) -> tuple[DataLoader, dict[str, DataLoader]]:
     """Makes loaders of the training set, shuffled by seed and epoch, and of each development set, in order.
 
-    Args:
-        data: the splits.
-        tokenizer: that of the model.
-        arguments: greatest length.
-        train: sizes of batches.
-        seed: of the order.
-        multiple: batches are padded to their longest sample, rounded up to a multiple of this. None: not rounded.
-        rows: the output of the model for each label. Labels to train are outputs, those of development sets stay.
-
-    Raises:
-        ValueError: if the tokenizer does not know the samples to train.
+    Batches are padded to their longest sample, rounded up to a multiple of `multiple`, if given. Labels to train are
+    `rows`, the model's output for each label; those of development sets stay. Raises ValueError if the tokenizer does
+    not know the samples to train.
     """
     collate = DataCollatorWithPadding(tokenizer, pad_to_multiple_of=multiple)
     samples = tokenized(data.train, data.task, tokenizer, arguments, rows)

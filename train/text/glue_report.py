@@ -26,11 +26,6 @@ def glue_metrics(task: Task, predictions: Sequence[Any], references: Sequence[An
     """Computes GLUE's metrics of a task: accuracy, F1 of class 1, Matthews, Pearson's or Spearman's correlation.
 
     A correlation with constant values is undefined: it is given as 0, the score of a model that has learned nothing.
-
-    Args:
-        task: the task.
-        predictions: predicted class numbers, or scores.
-        references: true ones.
     """
     if task.is_regression:
         said, true = (np.asarray(values, dtype=np.float64) for values in (predictions, references))
@@ -76,13 +71,7 @@ def summarise(per_seed: Sequence[dict[str, Any]]) -> tuple[dict[str, float], dic
 
 
 def all_results(data: GlueData, per_seed: list[dict[str, Any]], made: dict[str, Any]) -> dict[str, Any]:
-    """Gives the content of `all_results.json`, in one layout for one seed or several.
-
-    Args:
-        data: the splits.
-        per_seed: results of each seed.
-        made: entries that say how and where the run was made.
-    """
+    """Gives the content of `all_results.json`, in one layout for one seed or several; `made` says how it was made."""
     first = per_seed[0]
     mean, std = summarise(per_seed)
     times = [run["seconds_per_step"] for run in per_seed if run["seconds_per_step"] is not None]
@@ -108,13 +97,7 @@ def all_results(data: GlueData, per_seed: list[dict[str, Any]], made: dict[str, 
 
 
 def model_card(task: Task, results: dict[str, Any], name: str) -> str:
-    """Writes README.md of an output folder: front matter for the hub, then the run in words and numbers.
-
-    Args:
-        task: the task.
-        results: the content of `all_results.json`.
-        name: name of the model.
-    """
+    """Writes README.md of an output folder: front matter for the hub, then the run in words and numbers."""
     path, std = results["model_name_or_path"], results["metrics_std"]
     # The path of a local folder tells others nothing, apart from its last two parts.
     base = None if Path(path).exists() else path

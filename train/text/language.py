@@ -91,14 +91,8 @@ class Objective:
 def load_model(arguments: Arguments, objective: Objective, seed: int) -> PreTrainedModel:
     """Loads the pretrained model with the chosen attention, and unties its output layer if `untie_head` is set.
 
-    Args:
-        arguments: all arguments of the program.
-        objective: the task that the model learns.
-        seed: draws weights that the checkpoint lacks, and the random features.
-
-    Raises:
-        ValueError: if the model cannot learn the task, or if options are for the output layer alone and this layer
-            shares its weights with the embeddings.
+    The seed draws weights that the checkpoint lacks, and the random features. Raises ValueError if the model cannot
+    learn the task, or if options are for the output layer alone and it shares its weights with the embeddings.
     """
     model = load_switched(arguments.model, objective.auto_class, seed, lambda config: None)
     objective.check(model)
@@ -116,8 +110,7 @@ def load_model(arguments: Arguments, objective: Objective, seed: int) -> PreTrai
 def untie(model: PreTrainedModel) -> PreTrainedModel:
     """Gives the output layer weights of its own, equal to the shared ones; a saved model keeps them apart.
 
-    Raises:
-        ValueError: if the output layer is not an `nn.Linear`.
+    Raises ValueError if the output layer is not an `nn.Linear`.
     """
     head = model.get_output_embeddings()
     if not isinstance(head, nn.Linear):
@@ -133,14 +126,7 @@ def make_loaders(
 ) -> tuple[DataLoader[dict[str, Tensor]], DataLoader[dict[str, Tensor]]]:
     """Makes loaders of the training samples, shuffled, and of the evaluation samples, equal in every epoch.
 
-    Args:
-        arguments: all arguments of the program.
-        objective: the task that the model learns.
-        tokenizer: that of the model.
-        seed: draws the order and the masks.
-
-    Raises:
-        ValueError: if a text is too short.
+    The seed draws the order and the masks. Raises ValueError if a text is too short.
     """
     text, train = arguments.text, arguments.train
     # The order does not depend on the seed, so that the evaluation samples do not either.
@@ -165,13 +151,7 @@ def make_loaders(
 def evaluate(run: loop.Run, loader: Any, shift: int) -> dict[str, float]:
     """Computes mean cross-entropy in nats over the tokens with a label, its exponential, and the accuracy.
 
-    Args:
-        run: the training.
-        loader: batches to evaluate on.
-        shift: number of places from a prediction to its label.
-
-    Raises:
-        FloatingPointError: if the loss is not finite.
+    A prediction is `shift` places before its label. Raises FloatingPointError if the loss is not finite.
     """
     run.model.eval()
     parts = []
@@ -193,14 +173,7 @@ def evaluate(run: loop.Run, loader: Any, shift: int) -> dict[str, float]:
 def train_model(
     arguments: Arguments, objective: Objective, seed: int, folder: Path
 ) -> tuple[loop.Run, PreTrainedModel]:
-    """Trains and saves the model in `folder`; returns the run and the trained model.
-
-    Args:
-        arguments: all arguments of the program.
-        objective: the task that the model learns.
-        seed: of the training.
-        folder: of the saved model and the checkpoints.
-    """
+    """Trains and saves the model in `folder`, with its checkpoints; returns the run and the trained model."""
     # The loss may not depend on the bias of an untied head, a pooler or another head.
     parallel = DistributedDataParallelKwargs(find_unused_parameters=True)
     accelerator = loop.make_accelerator(arguments.train, [parallel])
@@ -257,12 +230,7 @@ def run_program(arguments: Arguments, objective: Objective, words: Sequence[str]
 def programs(
     objective: Objective, text: str | None
 ) -> tuple[Callable[[Sequence[str] | None], Arguments], Callable[..., dict[str, Any]], Callable[[], None]]:
-    """Makes the functions `parse_arguments`, `main` and `cli` of the program for a task.
-
-    Args:
-        objective: the task that the model learns.
-        text: the docstring of the program.
-    """
+    """Makes the functions `parse_arguments`, `main` and `cli` of the program for a task, with its docstring `text`."""
 
     def parse_arguments(words: Sequence[str] | None) -> Arguments:
         """Parses the arguments; ends the program for bad ones, raises ValueError for values that cannot be used."""

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.data import Dataset
 
 from favor_command.saved import check_known
 
@@ -23,12 +24,7 @@ _OPEN: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".xz": lzma.open}
 def open_lines(path: Path, newline: str | None = None) -> Any:
     """Opens a text file, plain or gzip, without its byte order mark, so that a bad byte spoils its own line alone.
 
-    Args:
-        path: the file.
-        newline: as in `open`.
-
-    Returns:
-        The lines, in which a byte that is not UTF-8 is a lone surrogate; `is_text` finds it.
+    A byte that is not UTF-8 is a lone surrogate in its line; `is_text` finds it.
     """
     opener: Callable[..., Any] = gzip.open if path.suffix == ".gz" else open
     return opener(path, "rt", encoding="utf-8-sig", errors="surrogateescape", newline=newline)
@@ -42,8 +38,7 @@ def is_text(text: str) -> bool:
 def read_text(path: str | Path, max_characters: int | None = None) -> str:
     """Reads the text of a UTF-8 file, plain or compressed (.gz, .xz).
 
-    Raises:
-        ValueError: if the file is missing, empty, or not such a text.
+    Raises ValueError if the file is missing, empty, or not such a text.
     """
     path = Path(path)
     with _text_of(path) as stream:
@@ -72,19 +67,25 @@ def _text_of(path: Path) -> Iterator[Any]:
         raise ValueError(f"{path} cannot be read as UTF-8 text: {error}") from error
 
 
+class Plain(Dataset[dict[str, Tensor]]):
+    """Samples `[n, length]`, the same in every epoch, as arguments of a model; their labels are their own tokens."""
+
+    def __init__(self, ids: Tensor, labels: bool = False) -> None:
+        self.ids, self.labels = ids, labels
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def __getitem__(self, visit: int) -> dict[str, Tensor]:
+        ids = self.ids[visit % len(self.ids)]
+        return {"input_ids": ids, "labels": ids} if self.labels else {"input_ids": ids}
+
+
 def samples(path: str | Path, tokenizer: Any, length: int, number: int | None, seed: int = 0) -> Tensor:
     """Cuts a text into samples of `length` tokens `[n, length]`, each with the tokenizer's special tokens around it.
 
-    Args:
-        path: a text file, plain or compressed (.gz, .xz).
-        tokenizer: that of the model.
-        length: tokens of a sample, special tokens included.
-        number: number of samples, evenly spaced over the text and in an order drawn by the seed; None takes all that do
-            not overlap.
-        seed: draws the order.
-
-    Raises:
-        ValueError: if the text is shorter than one sample, or the tokenizer does not know it.
+    The samples are `number` ones, evenly spaced over the text, or all that do not overlap (None), in an order of the
+    seed. Raises ValueError if the text is shorter than one sample, or the tokenizer does not know it.
     """
     before, after = around(tokenizer)
     ids = tokenizer(read_text(path), add_special_tokens=False, verbose=False)["input_ids"]

@@ -1,44 +1,142 @@
-"""What `--resume` reads: files without code, the last checkpoint that is whole, and words for everything else."""
+"""Folders of runs: two programs never write to one; what `--resume` reads, and words for everything else."""
 
 import errno
+import importlib
+import multiprocessing
 import os
+import random
 import shutil
+import signal
 import threading
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
+import launching
+import numpy as np
 import pytest
 import torch
 from accelerate.utils import DistributedType
 from safetensors import SafetensorError
 from stopping import same_weights
+from test_programs import programs
 
-from favor.train import distill, glue
+from favor.train import distill
 from favor.train.common import checkpoint, state
+from favor.train.common.lock import NAME, locked
+
+REFUSED = r"another run writes to .*run: wait until it ends, stop it, or choose another --output_dir"
+# Options of each program that fills a folder; `main` gets no further than the lock.
+WORDS = {
+    "favor.train.glue": "--model_name_or_path {bert} --task_name sst2 --data_dir {glue} --seed 1 2",
+    "favor.train.mlm": "--model_name_or_path {bert} --train_file {text}",
+    "favor.train.clm": "--model_name_or_path {bert} --train_file {text}",
+    "favor.train.distill": "--model_name_or_path {bert} --train_file {text}",
+    "favor.train.asr": "--data_dir {tmp}",
+    "favor.train.nst": "--unlabelled_dir {tmp}",
+    "favor.eval.asr": "--model_name_or_path {bert} --data_dir {tmp}",
+    "favor.eval.glue": "--model_name_or_path {bert} --tasks sst2 --data_dir {glue}",
+    "favor.eval.papers.wer_by_features": "--data_dir {tmp} --backends favor+ --name wer",
+}
+
+
+@pytest.mark.parametrize("program", sorted(WORDS.keys() | {name for name in programs() if "favor.train." in name}))
+def test_no_program_writes_beside_another(program, bert_folder, glue_folder, text, tmp_path):
+    flags = ["--resume"] if program.startswith("favor.train") else []
+    name = program + (".__main__" if program == "favor.eval.glue" else "")
+    places = {"bert": bert_folder, "glue": glue_folder, "text": text, "tmp": tmp_path}
+    words = [word.format(**places) for word in WORDS[program].split(" ")]  # a path may have spaces
+    with locked(tmp_path / "run"):
+        before = sorted((tmp_path / "run").rglob("*"))
+        with pytest.raises(ValueError, match=REFUSED):
+            importlib.import_module(name).main([*words, "--output_dir", str(tmp_path / "run"), *flags])
+        assert sorted((tmp_path / "run").rglob("*")) == before
+    assert not (tmp_path / "run").exists()
+
+
+def hold(folder, ready):
+    """Holds a lock, as does a worker that is forked meanwhile, until both are killed."""
+    with locked(folder):
+        worker = os.fork()
+        if worker:
+            ready.send(worker)
+        time.sleep(launching.SECONDS)
+
+
+def test_a_killed_run_blocks_nobody(tmp_path):
+    """Not even while a worker of it still lives."""
+    here, there = multiprocessing.Pipe()
+    holder = launching._context.Process(target=hold, args=(tmp_path, there))
+    holder.start()
+    worker = here.recv()
+    try:
+        with pytest.raises(ValueError, match="another run writes to"), locked(tmp_path):
+            pass
+        holder.kill()
+        holder.join()
+        assert (tmp_path / NAME).exists()
+        os.kill(worker, 0)
+        with locked(tmp_path):
+            pass
+    finally:
+        os.kill(worker, signal.SIGKILL)
+
+
+def test_all_processes_of_a_run_end(bert_folder, text, tmp_path):
+    """Two processes, of which one has the lock refused: neither waits for the other."""
+    logs = [tmp_path / "0.txt", tmp_path / "1.txt"]
+    words = ["--model_name_or_path", bert_folder, "--train_file", text, "--output_dir", tmp_path / "run"]
+    with locked(tmp_path / "run"):
+        started = launching.start("favor.train.mlm", words, logs)
+        for process in started:
+            process.join(60)
+    assert [process.exitcode for process in started] == [2, 2]
+    assert "error: another run writes to" in logs[0].read_text()
+
+
+def test_a_folder_is_free_and_as_it_was_after_an_error(tmp_path):
+    folder = tmp_path / "new" / "run"
+    for _ in range(2):
+        with pytest.raises(KeyboardInterrupt), locked(folder):
+            raise KeyboardInterrupt
+        assert not folder.parent.exists()
+    with locked(folder):
+        (folder / "file").touch()
+    assert [path.name for path in folder.iterdir()] == ["file"]
+
+
+def test_folders_that_cannot_be_written_or_locked_are_named(tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    with pytest.raises(OSError, match=r"cannot write to .*file \(.*\): choose another"), locked(tmp_path / "file"):
+        pass
+
+    def refuse(*_):
+        raise OSError(numbers[0], os.strerror(numbers.pop(0)))
+
+    monkeypatch.setattr("fcntl.flock", refuse)
+    numbers = [errno.ENOLCK, errno.ENOSYS, errno.EIO]
+    while len(numbers) > 1:
+        with pytest.warns(UserWarning, match="on a file system without locks: make sure yourself"), locked(tmp_path):
+            (tmp_path / "written").touch()
+    with pytest.raises(OSError, match=r"cannot write to .*Input/output error"), locked(tmp_path):
+        pass
+
 
 PARTS = ("model", "optimizer", "scheduler", "progress", "redraws", "process_0")
 SETTINGS = {"max_train_steps": 6, "checkpointing_steps": 2}
 
 
-class Evil:
-    """Pickled, it leaves a file behind wherever it is loaded."""
-
-    def __init__(self, trace: Path) -> None:
-        self.trace = trace
+class Evil(str):
+    """Pickled, it leaves a folder of this name behind wherever it is loaded."""
 
     def __reduce__(self):
-        return os.mkdir, (str(self.trace),)
-
-
-@pytest.fixture(scope="module")
-def kept(tmp_path_factory):
-    """Where the two runs below are trained, once."""
-    return tmp_path_factory.mktemp("kept")
+        return os.mkdir, (str(self),)
 
 
 @pytest.fixture
-def stopped(train, kept, tmp_path, monkeypatch):
+def stopped(train, tmp_path_factory, tmp_path, monkeypatch):
     """A run that ended after step 4 of 6; the folder `whole` beside it has one that was not stopped."""
+    kept = tmp_path_factory.getbasetemp() / "kept"  # where both are trained, once
 
     def stop_at(self, name, value, original=checkpoint.Progress.__setattr__):
         if name == "step" and value > 4:
@@ -54,11 +152,6 @@ def stopped(train, kept, tmp_path, monkeypatch):
     for name in ("run", "whole"):
         shutil.copytree(kept / name, tmp_path / name)
     return tmp_path / "run"
-
-
-def test_a_checkpoint_is_json_and_safetensors(stopped):
-    names = {path.name for path in (stopped / "checkpoint-4").iterdir()}
-    assert names == {"settings.json", *(f"{part}.{kind}" for part in PARTS for kind in ("json", "safetensors"))}
 
 
 def truncate(path):
@@ -105,9 +198,9 @@ def test_checkpoints_of_others_are_refused_and_stay(names, flags, train, tmp_pat
 def test_stages_of_a_distillation_are_folders_too(bert_folder, text, tmp_path):
     (tmp_path / "attention" / "checkpoint-5").mkdir(parents=True)
     (tmp_path / "attention" / "checkpoint-5" / "trainer_state.json").touch()
-    words = ["--model_name_or_path", str(bert_folder), "--train_file", str(text), "--output_dir", str(tmp_path)]
+    given = {"model_name_or_path": bert_folder, "train_file": text, "output_dir": tmp_path}
     with pytest.raises(ValueError, match="attention/checkpoint-5 was written by another program"):
-        distill.main([*words, "--overwrite_output_dir"])
+        distill.main([*launching.options(given), "--overwrite_output_dir"])
 
 
 def test_a_new_start_removes_what_the_run_wrote_and_nothing_else(stopped, train):
@@ -142,16 +235,10 @@ def test_a_model_settings_and_a_card_of_others_stay(train, tmp_path, capsys):
     assert "favor" in (run / "MODEL_CARD.md").read_text()
 
 
-def truncate_two(folder):
-    """Three are there if the run was killed before it removed the first."""
+def truncate_two(folder):  # three are there if the run was killed before it removed the first
     shutil.copytree(folder, folder.with_name("checkpoint-3"))
     for name in ("checkpoint-3", folder.name):
         truncate(folder.with_name(name) / "model.safetensors")
-
-
-def dangle(folder):
-    shutil.rmtree(folder)
-    folder.symlink_to(folder.parent / "nowhere")
 
 
 DAMAGE = {
@@ -159,7 +246,7 @@ DAMAGE = {
     "progress": lambda folder: (folder / "progress.json").write_text('{"dict": [["step", 4]]}'),
     "model of another shape": lambda folder: state.write(folder, "model", {"weight": torch.ones(2)}),
     "two": truncate_two,
-    "link": dangle,
+    "link": lambda folder: shutil.rmtree(folder) or folder.symlink_to(folder.parent / "nowhere"),
 }
 
 
@@ -195,7 +282,9 @@ def test_last_two_checkpoints_stay_and_a_half_written_one_is_never_taken(stopped
     assert sorted(path.name for path in stopped.glob("checkpoint*")) == ["checkpoint-4", "checkpoint-6"]
 
 
-def test_without_a_whole_checkpoint_there_is_one_error(stopped, train):
+def test_what_is_damaged_is_named_and_without_a_whole_checkpoint_there_is_one_error(stopped, train):
+    names = {path.name for path in (stopped / "checkpoint-4").iterdir()}
+    assert names == {"settings.json", *(f"{part}.{kind}" for part in PARTS for kind in ("json", "safetensors"))}
     for folder in checkpoint.checkpoints(stopped):
         truncate(folder / "model.safetensors")
     message = r"no checkpoint in .*run can be used: checkpoint-4: model\.safetensors .*; checkpoint-2: .*--overwrite"
@@ -203,9 +292,6 @@ def test_without_a_whole_checkpoint_there_is_one_error(stopped, train):
         train(flags=("resume",), **SETTINGS)
     assert train(flags=("overwrite_output_dir",), **SETTINGS)["steps"] == 6
     assert same_weights(stopped, stopped.parent / "whole")
-
-
-def test_damaged_settings_and_results_are_named(stopped, train):
     truncate(stopped / "settings.json")
     with pytest.raises(ValueError, match=r"run/settings\.json is damaged"):
         train(flags=("resume",), **SETTINGS)
@@ -214,9 +300,7 @@ def test_damaged_settings_and_results_are_named(stopped, train):
         train(output="whole", flags=("resume",), **SETTINGS)
 
 
-@pytest.mark.parametrize(
-    "error", [OSError(errno.ENOSPC, "No space left on device"), SafetensorError("I/O error: No space left on device")]
-)
+@pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "No space left"), SafetensorError("I/O error: No space left")])
 def test_a_full_disk_is_named_and_leaves_the_last_checkpoint(error, stopped, train, monkeypatch):
     original = state.save_file
 
@@ -229,10 +313,7 @@ def test_a_full_disk_is_named_and_leaves_the_last_checkpoint(error, stopped, tra
 
     full.left = 1
     monkeypatch.setattr(state, "save_file", full)
-    message = (
-        r"cannot write .*checkpoint-6: .*No space left.* MB are free; checkpoint-4 is whole: continue from it with"
-    )
-    with pytest.raises(OSError, match=message):
+    with pytest.raises(OSError, match=r"cannot write .*-6: .*No space left.* MB are free; checkpoint-4 is whole: cont"):
         train(flags=("resume",), **SETTINGS)
     assert sorted(path.name for path in stopped.glob("checkpoint*")) == ["checkpoint-2", "checkpoint-4"]
     monkeypatch.undo()
@@ -292,10 +373,6 @@ def test_every_kind_of_value_comes_back_as_it_was(tmp_path):
 
 
 def test_random_numbers_go_on_where_they_were(tmp_path):
-    import random
-
-    import numpy as np
-
     def draw():
         return random.gauss(0, 1), np.random.standard_normal(3).tolist(), torch.randn(3).tolist()
 
@@ -304,12 +381,3 @@ def test_random_numbers_go_on_where_they_were(tmp_path):
     expected = draw()
     state.restore_random_state(state.read(tmp_path, "random"))
     assert draw() == expected
-
-
-def test_no_program_reads_pickles():
-    """`--resume` and all that belongs to it."""
-    root = Path(glue.__file__).parent
-    for path in root.rglob("*.py"):
-        content = path.read_text()
-        for name in ("torch.load", "load_state(", "save_state(", "pickle=True", "import pickle", "np.load", "dill"):
-            assert name not in content, f"{path}: {name}"

@@ -1,8 +1,10 @@
-"""A corpus, a Whisper, and the training program with the settings of a module."""
+"""A corpus, a Whisper, models of one step, and the training program."""
+
+from functools import partial
 
 import pytest
-from launching import caller
-from speech import write_corpus
+from launching import caller, forget_accelerator
+from speech import CONFORMER, HEAD, write_corpus
 from tiny_whisper import make_processor, save
 
 from favor.train import asr
@@ -15,13 +17,33 @@ def corpus(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def whisper(tmp_path_factory):
-    return save(tmp_path_factory.mktemp("whisper") / "whisper", make_processor())
+    return save(tmp_path_factory.mktemp("models") / "whisper", make_processor())
+
+
+@pytest.fixture(scope="session")
+def models(corpus, whisper):
+    """The folder of the Whisper, of a Conformer, and of CTC on the Whisper, which have learned for one step."""
+    common = {"data_dir": corpus, "max_train_steps": 1}
+    for name, settings in (("conformer", CONFORMER), ("ctc", HEAD | {"model_name_or_path": whisper})):
+        caller(asr.main, whisper.parent, settings | common)(name)
+        forget_accelerator()
+    return whisper.parent
 
 
 @pytest.fixture
-def train(corpus, request, tmp_path):
-    """Calls the program with SETTINGS of the module, on the Whisper where they name no preset; `name=value` each."""
-    settings = {"data_dir": corpus, "seed": 1} | request.module.SETTINGS
-    if "preset" not in settings:
-        settings["model_name_or_path"] = request.getfixturevalue("whisper")
-    return caller(asr.main, tmp_path, settings)
+def training(corpus, request, tmp_path):
+    """Calls the program with some settings, on the Whisper where they name no preset; `name=value` each."""
+
+    def call(settings, *given, **values):
+        settings = {"data_dir": corpus, "seed": 1} | settings
+        if "preset" not in settings:
+            settings["model_name_or_path"] = request.getfixturevalue("whisper")
+        return caller(asr.main, tmp_path, settings)(*given, **values)
+
+    return call
+
+
+@pytest.fixture
+def train(training):
+    """Calls the program to make a Conformer with linear attention."""
+    return partial(training, CONFORMER)

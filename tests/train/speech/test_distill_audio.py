@@ -5,25 +5,21 @@ import json
 import pytest
 import torch
 from safetensors.torch import load_file
+from speech import few_and_short
 from tiny_whisper import make_processor, save
-from transformers import AutoFeatureExtractor, AutoProcessor, WhisperForConditionalGeneration
+from transformers import AutoProcessor, WhisperForConditionalGeneration
 
 from favor.models.conformer import ConformerConfig, ConformerFeatureExtractor, ConformerForCTC
 from favor.models.speech import ConformerProcessor, train_tokenizer
 from favor.train import distill
-from favor.train.speech import loaders
 from favor.train.text import distill_data as text_data
 
 OPTIONS = ["--num_features", "16"]
 
 
 @pytest.fixture(autouse=True)
-def few_and_short(monkeypatch):
-    """Makes the samples of the corpus, which is small, shorter and fewer."""
-    monkeypatch.setattr(distill, "CALIBRATION_SAMPLES", 2)
-    monkeypatch.setattr(loaders, "JOIN_SECONDS", 4.0)
-    for module in (loaders, text_data):
-        monkeypatch.setattr(module, "HELD_OUT_SAMPLES", 2)
+def small(monkeypatch):
+    few_and_short(monkeypatch, 2, 4.0)
 
 
 @pytest.fixture(scope="module")
@@ -45,9 +41,8 @@ def run(folder, corpus, out, *more):
 
 def test_the_encoder_of_a_whisper_learns_and_nothing_else(whisper, corpus, tmp_path, monkeypatch):
     monkeypatch.setattr(distill, "ATTENTION_LEARNING_RATE", 1e-2)
-    more = ["--attention_steps", "30", "--model_steps", "20"]
-    results = run(whisper, corpus, tmp_path, *more, "--model_learning_rate", "1e-3")
-    errors = results["errors"]
+    more = "--attention_steps 30 --model_steps 20 --model_learning_rate 1e-3"
+    errors = run(whisper, corpus, tmp_path, *more.split())["errors"]
     assert list(errors) == ["closed form", "attention", "model"]
     assert errors["model"] < 0.9 * errors["closed form"]
     model = WhisperForConditionalGeneration.from_pretrained(tmp_path)
@@ -56,12 +51,11 @@ def test_the_encoder_of_a_whisper_learns_and_nothing_else(whisper, corpus, tmp_p
     changed = {name for name, weights in before.items() if not torch.equal(weights, after[name])}
     assert changed
     assert all(name.startswith("model.encoder.") for name in changed)
-    features = AutoFeatureExtractor.from_pretrained(whisper)(torch.randn(16000).numpy(), sampling_rate=16000)
-    inputs = torch.tensor(features.input_features[0]).unsqueeze(0)
+    processor = AutoProcessor.from_pretrained(tmp_path)
     with torch.no_grad():
-        found = model.eval().model.encoder(inputs).last_hidden_state
-    assert found.isfinite().all()
-    assert AutoProcessor.from_pretrained(tmp_path).tokenizer is not None
+        inputs = processor(torch.randn(16000).numpy(), sampling_rate=16000, return_tensors="pt").input_features
+        assert model.eval().model.encoder(inputs).last_hidden_state.isfinite().all()
+    assert processor.tokenizer is not None
 
 
 def test_a_conformer_learns_in_batches_with_padding(corpus, tmp_path):
@@ -79,24 +73,13 @@ def test_a_conformer_learns_in_batches_with_padding(corpus, tmp_path):
     assert json.loads((tmp_path / "out" / "all_results.json").read_text())["model_loss"] == losses
 
 
-@pytest.mark.parametrize(
-    ("more", "message"),
-    [
-        (["--train_file", "book.txt"], "one of them"),
-        (["--lengths", "8"], "lengths, pair_probability, task_weight are for text"),
-    ],
-)
-def test_bad_arguments(more, message, whisper, corpus, tmp_path):
-    with pytest.raises(ValueError, match=message):
-        run(whisper, corpus, tmp_path / "out", *more)
-
-
-def test_too_few_recordings_are_refused(whisper, corpus, tmp_path, monkeypatch):
+def test_what_is_refused(whisper, bert_folder, corpus, tmp_path, monkeypatch):
     monkeypatch.setattr(text_data, "HELD_OUT_SAMPLES", 50)
-    with pytest.raises(ValueError, match="50 are held out, are too few"):
-        run(whisper, corpus, tmp_path / "out")
-
-
-def test_a_model_of_text_is_refused(bert_folder, corpus, tmp_path):
-    with pytest.raises(ValueError, match=r"--audio_dir needs a model whose processor gives .*; the input of"):
-        run(bert_folder, corpus, tmp_path / "out")
+    for folder, more, message in (
+        (whisper, ["--train_file", "book.txt"], "one of them"),
+        (whisper, ["--lengths", "8"], "lengths, pair_probability, task_weight are for text"),
+        (whisper, [], "50 are held out, are too few"),
+        (bert_folder, [], r"--audio_dir needs a model whose processor gives .*; the input of"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            run(folder, corpus, tmp_path / folder.name, *more)

@@ -12,7 +12,7 @@ import soundfile
 import torch
 from launching import forget_accelerator, fork, options
 from safetensors.torch import load_file
-from speech_corpus import write_shard
+from speech_corpus import write_manifest, write_shard
 
 from favor.models.conformer.configuration_conformer import PRESETS
 from favor.train import asr, nst
@@ -41,13 +41,11 @@ def spoken(word, seed):
 def write(folder, name, words, seed):
     """A manifest and its audio."""
     (folder / name).mkdir(parents=True)
+    lines = []
     for number, word in enumerate(words):
         soundfile.write(folder / name / f"{number}.flac", spoken(word, seed + number), 16000)
-    rows(folder / f"{name}.jsonl", [{"audio": f"{name}/{n}.flac", "text": word} for n, word in enumerate(words)])
-
-
-def rows(path, lines):
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        lines.append({"audio": f"{name}/{number}.flac", "text": word})
+    write_manifest(folder / f"{name}.jsonl", lines)
 
 
 def labels_in(folder, name="labels"):
@@ -64,8 +62,8 @@ def corpus(tmp_path_factory):
     for number, (name, size) in enumerate({"train": 24, "dev": 6, "more": 10}.items()):
         write(folder, name, source.choices(WORDS, k=size), 100 * number)
     audio = [{"audio": f"more/{number}.flac"} for number in range(10)]
-    rows(folder / "silent.jsonl", audio)
-    rows(folder / "poisoned.jsonl", [row | {"text": POISON} for row in audio])
+    write_manifest(folder / "silent.jsonl", audio)
+    write_manifest(folder / "poisoned.jsonl", [row | {"text": POISON} for row in audio])
     return folder
 
 
@@ -99,12 +97,15 @@ def teacher(corpus, preset, tmp_path_factory):
     return folder
 
 
+def student(first):
+    noise = {"teacher": first, "generations": 2, "keep": 0.6, "beam_size": 3, "unlabelled_split": "poisoned"}
+    return noise | {"model_name_or_path": first, "max_train_steps": 3, "learning_rate": 1e-3, "checkpointing_steps": 1}
+
+
 def start(corpus, first, output, *flags, **values):
     """Two students, a few steps from the first teacher."""
-    student = {"model_name_or_path": first, "max_train_steps": 3, "learning_rate": 1e-3, "checkpointing_steps": 1}
-    noise = {"teacher": first, "generations": 2, "keep": 0.6, "beam_size": 3, "unlabelled_split": "poisoned"}
     try:
-        return nst.main([*words(corpus, output, **student | noise | values), *flags])
+        return nst.main([*words(corpus, output, **student(first) | values), *flags])
     finally:
         forget_accelerator()
 
@@ -138,11 +139,8 @@ def test_students_see_what_was_kept_and_nothing_of_the_rest(whole, corpus, teach
             label = labels[one.id]
             assert (one.text, str(one.audio), one.seconds) == (label.text, label.audio, label.seconds)
         fit, kept = choice["fit"], {one.id for one in added}
-        score = {
-            one.id: (one.log_prob - fit["mu"] * one.tokens - fit["beta"]) / (fit["sigma"] * one.tokens**0.5)
-            for one in labels.values()
-            if one.tokens
-        }
+        told = [one for one in labels.values() if one.tokens]
+        score = {one.id: (one.log_prob - fit["mu"] * one.tokens - fit["beta"]) / one.tokens**0.5 for one in told}
         assert min(score[name] for name in kept) >= max(score[name] for name in score if name not in kept)
         results_of_training = json.loads((output / f"gen_{number}" / "all_results.json").read_text())
         assert results_of_training["utterances"]["train"] == len(utterances)
@@ -170,24 +168,19 @@ def test_transcripts_of_the_untranscribed_never_reach_a_training(whole, corpus, 
         assert not any(POISON in one.text for one in utterances)
     for path in output.rglob("*"):
         assert not path.is_file() or POISON.encode() not in path.read_bytes()
+    choices = {}
     for split in ("silent", "more"):
         again = start(corpus, teacher, tmp_path / split, unlabelled_split=split, generations=1)
         for name in ("gen_1/model.safetensors", "gen_1/pseudo_labels.jsonl", "gen_1/labels/labels.part-0.jsonl"):
             assert (tmp_path / split / name).read_bytes() == (output / name).read_bytes()
-        choice = again["generations"][1]["pseudo_labels"]
-        if split == "silent":
-            assert choice["errors"] is choice["kept_errors"] is None
-        else:
-            truth = {one.id: one.text for one in read_manifest(corpus / "more.jsonl")}
-            kept = read_manifest(output / "gen_1" / "pseudo_labels.jsonl")
-            # One word each: the rate is the part that is wrong.
-            wrong = sum(one.text != truth[one.id] for one in kept)
-            assert choice["kept_errors"]["wer"] == pytest.approx(100 * wrong / len(kept))
-            assert choice["errors"]["wer"] < 60
-
-
-class StoppedError(Exception):
-    """Stands for the end of the process."""
+        choices[split] = again["generations"][1]["pseudo_labels"]
+    assert choices["silent"]["errors"] is choices["silent"]["kept_errors"] is None
+    truth = {one.id: one.text for one in read_manifest(corpus / "more.jsonl")}
+    kept = read_manifest(output / "gen_1" / "pseudo_labels.jsonl")
+    # One word each: the rate is the part that is wrong.
+    wrong = sum(one.text != truth[one.id] for one in kept)
+    assert choices["more"]["kept_errors"]["wer"] == pytest.approx(100 * wrong / len(kept))
+    assert choices["more"]["errors"]["wer"] < 60
 
 
 def stop_at(patch, place, count):
@@ -197,7 +190,7 @@ def stop_at(patch, place, count):
 
     def call(*given, **options):
         if next(calls) == count:
-            raise StoppedError
+            raise KeyboardInterrupt
         return original(*given, **options)
 
     patch.setattr(owner, name, call)
@@ -210,7 +203,7 @@ def test_a_run_killed_anywhere_ends_as_an_uninterrupted_one(whole, corpus, teach
     for place, count in (("labelling", 1), ("training", 3), ("labelling", 2), ("training", 2)):
         with monkeypatch.context() as patch:
             stop_at(patch, place, count)
-            with pytest.raises(StoppedError):
+            with pytest.raises(KeyboardInterrupt):
                 start(corpus, teacher, tmp_path / "run", *flags)
         flags = ("--resume",)
     resumed = start(corpus, teacher, tmp_path / "run", *flags)
@@ -283,22 +276,18 @@ def test_arguments_are_checked_before_anything_runs(corpus, teacher, tmp_path):
             start(corpus, teacher, tmp_path / "run", **values)
     with pytest.raises(ValueError, match="unlabelled_split must say which split"):
         nst.main(words(corpus, tmp_path / "run"))
-    hub = ["--output_dir", str(tmp_path / "run"), "--unlabelled_split", "train"]
     with pytest.raises(ValueError, match="must be a folder or a manifest, got None"):
-        nst.main(hub)
+        nst.main(["--output_dir", str(tmp_path / "run"), "--unlabelled_split", "train"])
     assert not (tmp_path / "run").exists()
 
 
-def test_speech_in_tar_shards_is_refused_before_a_teacher_is_trained(corpus, preset, tmp_path, monkeypatch):
+def test_tar_shards_and_a_teacher_of_another_kind_are_refused(corpus, preset, teacher, tmp_path, monkeypatch):
     shard = write_shard(tmp_path / "more.tar", [("a.flac", (corpus / "more" / "0.flac").read_bytes())])
-    monkeypatch.setattr(asr, "main", None)
+    monkeypatch.setattr(asr, "main", None)  # before a teacher is trained
     with pytest.raises(ValueError, match=r"must be audio files, .* more/a is .*more\.tar/a\.flac\. Write the audio"):
         nst.main(words(corpus, tmp_path / "run", unlabelled_dir=shard, max_train_steps=1, **NEW))
-
-
-def test_a_teacher_of_another_kind_is_refused(teacher, tmp_path):
-    config = json.loads((teacher / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps(config | {"architectures": ["ConformerModel"]}))
+    config = json.loads((teacher / "config.json").read_text()) | {"architectures": ["ConformerModel"]}
+    (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(ValueError, match=r"must be one of ConformerForCTC, .* got ConformerModel"):
         nst._load_teacher(tmp_path, None)
 
@@ -306,18 +295,10 @@ def test_a_teacher_of_another_kind_is_refused(teacher, tmp_path):
 @pytest.mark.slow
 def test_from_nothing(corpus, preset, tmp_path):
     """Generation 0 is trained too, with linear attention, which the teacher then labels with."""
-    backend = {"attn_implementation": "favor#", "num_features": 16, "exact_below": 0}
-    values = {
-        "generations": 1,
-        "keep": 0.8,
-        "beam_size": 3,
-        "max_train_steps": 120,
-        "spec_augment": "0 0 0 0",
-        **NEW,
-        **backend,
-    }
+    values = {"generations": 1, "keep": 0.8, "beam_size": 3, "max_train_steps": 120, "speeds": "0.95 1.0 1.05"}
+    values |= {"attn_implementation": "favor#", "num_features": 16, "exact_below": 0, "spec_augment": "0 0 0 0"}
     audio = corpus / "more"
-    results = nst.main(words(corpus, tmp_path, unlabelled_dir=audio, **values, speeds="0.95 1.0 1.05"))
+    results = nst.main(words(corpus, tmp_path, unlabelled_dir=audio, **NEW, **values))
     assert [one["utterances"]["train"] for one in results["generations"]] == [24, 32]
     assert results["generations"][1]["teacher"] == str(tmp_path / "gen_0")
     labels = read_manifest(tmp_path / "gen_1" / "pseudo_labels.jsonl")
@@ -330,10 +311,8 @@ def test_from_nothing(corpus, preset, tmp_path):
 
 @pytest.mark.slow
 def test_two_processes_share_the_labelling_and_train_one_generation_after_another(corpus, teacher, whole, tmp_path):
-    student = {"model_name_or_path": teacher, "max_train_steps": 2, "learning_rate": 1e-3}
-    student["per_device_train_batch_seconds"] = 8
-    noise = {"teacher": teacher, "generations": 2, "keep": 0.6, "beam_size": 3, "unlabelled_split": "more"}
-    printed = fork("favor.train.nst", *words(corpus, tmp_path, **student | noise), processes=2)
+    more = {"max_train_steps": 2, "unlabelled_split": "more", "per_device_train_batch_seconds": 8}
+    printed = fork("favor.train.nst", *words(corpus, tmp_path, **student(teacher) | more), processes=2)
     results = json.loads((tmp_path / "nst.json").read_text())
     assert results["num_processes"] == 2
     assert printed.count("labelled") == 1

@@ -1,13 +1,11 @@
 """Pseudo-labels against single searches and plain numpy, labelling that is killed, speech without transcripts."""
 
-import csv
 import dataclasses
-import json
 import shutil
 
 import numpy as np
 import pytest
-from speech_corpus import librispeech, transcript, write_sound
+from speech_corpus import librispeech, transcript, write_manifest, write_sound
 from tiny_speech import make_model
 
 from favor.models.conformer import ConformerFeatureExtractor, ConformerForCTC, ConformerForTransducer
@@ -21,6 +19,7 @@ from favor.train.speech.transcribe import search
 
 LENGTHS = (0.9, 0.4, 0.7, 1.1, 0.5, 0.6, 0.8)
 BEAM = 3
+BATCHES = {"teacher": "t", "beam_size": BEAM, "max_batch_seconds": 2.0}
 VARIED = {"initializer_range": 0.3, "dropout": 0.5}
 
 
@@ -44,30 +43,29 @@ def speech(tmp_path):
     return found
 
 
-def labelled(model, processor, speech, folder, **options):
-    """Everything at once, in batches of two or three."""
-    options = {"teacher": "t", "beam_size": BEAM, "max_batch_seconds": 2.0, **options}
-    label(model, processor, speech, folder, **options)
-    return collect(speech, folder)
+@pytest.fixture
+def labelled(model, processor, speech):
+    """Labels everything at once, in batches of two or three."""
+
+    def call(folder, speech=speech, model=model, **options):
+        label(model, processor, speech, folder, **BATCHES | options)
+        return collect(speech, folder)
+
+    return call
 
 
 @pytest.mark.parametrize("kind", [ConformerForCTC, ConformerForTransducer])
-def test_labels_are_those_of_a_search_of_each_utterance_alone(kind, processor, speech, tmp_path):
+def test_labels_are_those_of_a_search_of_each_utterance_alone(kind, labelled, processor, speech, tmp_path):
     model = make_model(kind, processor, **VARIED).train()
-    labels = labelled(model, processor, speech, tmp_path / "labels")
-    assert [one.id for one in labels] == [one.id for one in speech]
+    labels = labelled(tmp_path / "labels", model=model)
     assert len({one.text for one in labels}) > 1
     for one, utterance in zip(labels, speech, strict=True):
         features = processor(read_audio(utterance), sampling_rate=16000, return_tensors="pt")["input_features"]
         best = search(model.eval(), {"input_features": features}, BEAM)[0][0]
-        assert one.text == processor.tokenizer.decode(list(best.tokens), group_tokens=False)
-        assert one.tokens == len(best.tokens)
+        text = processor.tokenizer.decode(list(best.tokens), group_tokens=False)
+        assert (one.id, one.text, one.tokens) == (utterance.id, text, len(best.tokens))
         assert one.log_prob == pytest.approx(best.log_prob, abs=1e-3)
         assert (one.audio, one.seconds) == (str(utterance.audio), utterance.seconds)
-
-
-class StoppedError(Exception):
-    """Stands for the end of the process."""
 
 
 def stop_after(monkeypatch, batches):
@@ -76,7 +74,7 @@ def stop_after(monkeypatch, batches):
 
     def searched(model, batch, beam_size, **options):
         if len(seen) == batches:
-            raise StoppedError
+            raise KeyboardInterrupt
         seen.append(len(batch["input_features"]))
         return search(model, batch, beam_size, **options)
 
@@ -85,12 +83,12 @@ def stop_after(monkeypatch, batches):
 
 
 @pytest.mark.parametrize(("done", "torn"), [(0, ""), (1, '{"id": "u4", "audio": "/somewh'), (2, "")])
-def test_killed_labelling_goes_on_where_it_was(done, torn, model, processor, speech, tmp_path, monkeypatch):
-    whole = labelled(model, processor, speech, tmp_path / "whole")
+def test_killed_labelling_goes_on_where_it_was(done, torn, labelled, speech, tmp_path, monkeypatch):
+    whole = labelled(tmp_path / "whole")
     with monkeypatch.context() as patch:
         first = stop_after(patch, done)
-        with pytest.raises(StoppedError):
-            labelled(model, processor, speech, tmp_path / "labels")
+        with pytest.raises(KeyboardInterrupt):
+            labelled(tmp_path / "labels")
     assert len(first) == done
     part = tmp_path / "labels" / "labels.part-0.jsonl"
     part.parent.mkdir(exist_ok=True)
@@ -99,75 +97,65 @@ def test_killed_labelling_goes_on_where_it_was(done, torn, model, processor, spe
     with pytest.raises(ValueError, match=f"lacks labels of {len(LENGTHS) - sum(first)} utterances"):
         collect(speech, part.parent)
     second = stop_after(monkeypatch, 100)
-    assert labelled(model, processor, speech, part.parent) == whole
+    assert labelled(part.parent) == whole
     assert sum(first) + sum(second) == len(LENGTHS)
-    assert (part.parent / "labels.part-0.jsonl").read_bytes() == (
-        tmp_path / "whole" / "labels.part-0.jsonl"
-    ).read_bytes()
+    assert part.read_bytes() == (tmp_path / "whole" / part.name).read_bytes()
     third = stop_after(monkeypatch, 0)
-    assert labelled(model, processor, speech, part.parent) == whole
+    assert labelled(part.parent) == whole
     assert third == []
 
 
-def test_only_whole_batches_with_something_new_are_searched_again(model, processor, speech, tmp_path, monkeypatch):
-    whole = labelled(model, processor, speech, tmp_path / "labels")
-    file = tmp_path / "labels" / "labels.part-0.jsonl"
-    lines = file.read_text().splitlines(keepends=True)
+def test_only_whole_batches_with_something_new_are_searched_again(labelled, speech, tmp_path, monkeypatch):
+    whole, file = labelled(tmp_path), tmp_path / "labels.part-0.jsonl"
     # The second of the batch of the two longest.
-    file.write_text("".join(line for line in lines if '"u0"' not in line))
+    file.write_text("".join(line for line in file.read_text().splitlines(keepends=True) if '"u0"' not in line))
     seen = stop_after(monkeypatch, 100)
-    assert labelled(model, processor, speech, file.parent) == whole
+    assert labelled(tmp_path) == whole
     assert seen == [2]
-    shutil.copy(speech[0].audio, tmp_path / "moved.wav")
-    moved = [dataclasses.replace(speech[0], audio=tmp_path / "moved.wav"), *speech[1:]]
-    again = labelled(model, processor, moved, file.parent)
-    assert again[0] == dataclasses.replace(whole[0], audio=str(tmp_path / "moved.wav"))
+    moved = dataclasses.replace(speech[0], audio=shutil.copy(speech[0].audio, tmp_path / "moved.wav"))
+    assert labelled(tmp_path, [moved, *speech[1:]])[0] == dataclasses.replace(whole[0], audio=str(moved.audio))
 
 
-@pytest.mark.parametrize("changed", [{"teacher": "other"}, {"beam_size": 2}])
-def test_labels_of_another_teacher_are_refused(changed, model, processor, speech, tmp_path):
-    labelled(model, processor, speech, tmp_path / "labels")
-    told = r"labels.part-0.jsonl was made with \{'teacher': 't', .*: delete it"
-    with pytest.raises(ValueError, match=told):
-        labelled(model, processor, speech, tmp_path / "labels", **changed)
-
-
-def test_damaged_labels_are_refused(model, processor, speech, tmp_path):
-    labelled(model, processor, speech, tmp_path / "labels")
-    file = tmp_path / "labels" / "labels.part-0.jsonl"
+def test_labels_that_are_damaged_or_of_another_teacher_are_refused(labelled, tmp_path):
+    labelled(tmp_path)
+    for changed in ({"teacher": "other"}, {"beam_size": 2}):
+        with pytest.raises(ValueError, match=r"labels.part-0.jsonl was made with \{'teacher': 't', .*: delete it"):
+            labelled(tmp_path, **changed)
+    file = tmp_path / "labels.part-0.jsonl"
     file.write_text(file.read_text().replace('"log_prob"', '"log', 1))
     with pytest.raises(ValueError, match=r"is damaged: .*delete it to begin again"):
-        labelled(model, processor, speech, file.parent)
+        labelled(tmp_path)
 
 
-def test_shards_together_give_the_labels_of_one_process(model, processor, speech, tmp_path, monkeypatch):
-    whole = labelled(model, processor, speech, tmp_path / "whole")
-    folder, options = tmp_path / "labels", {"teacher": "t", "beam_size": BEAM, "max_batch_seconds": 2.0}
-    seen = stop_after(monkeypatch, 100)
-    label(model, processor, speech, folder, shard=(1, 2), **options)
+def test_shards_together_give_the_labels_of_one_process(model, processor, labelled, speech, tmp_path, monkeypatch):
+    whole, seen = labelled(tmp_path / "whole"), stop_after(monkeypatch, 100)
+
+    def part(name, *shard):
+        label(model, processor, speech, tmp_path / name, shard=shard, **BATCHES)
+
+    part("labels", 1, 2)
     assert 0 < sum(seen) < len(speech)
     with pytest.raises(ValueError, match="lacks labels"):
-        collect(speech, folder)
-    label(model, processor, speech, folder, shard=(0, 2), **options)
+        collect(speech, tmp_path / "labels")
+    part("labels", 0, 2)
     assert sum(seen) == len(speech)
-    assert collect(speech, folder) == whole
+    assert collect(speech, tmp_path / "labels") == whole
     # Apart, so that none sees what the other has done.
-    for place in (0, 1):
-        label(model, processor, speech, tmp_path / f"apart{place}", shard=(place, 2), **options)
+    part("apart0", 0, 2)
+    part("apart1", 1, 2)
     assert sum(seen) == 2 * len(speech)
     # Two of three processes were killed; one goes on alone.
-    label(model, processor, speech, tmp_path / "odd", shard=(2, 3), **options)
-    assert labelled(model, processor, speech, tmp_path / "odd") == whole
+    part("odd", 2, 3)
+    assert labelled(tmp_path / "odd") == whole
     assert sum(seen) == 3 * len(speech)
 
 
-def test_audio_too_short_for_a_frame_has_an_empty_label(model, processor, speech, tmp_path):
-    path = write_sound(tmp_path / "audio" / "click.wav", 0.05)
-    click = Utterance("click", "", path, 0.05)
-    labels = labelled(model, processor, [click, *speech], tmp_path / "labels")
-    assert labels[0] == PseudoLabel("click", str(path), "", 0.0, 0, 0.05)
-    assert labels[1:] == labelled(model, processor, speech, tmp_path / "others")
-    assert labelled(model, processor, [click], tmp_path / "alone") == labels[:1]
+def test_audio_too_short_for_a_frame_has_an_empty_label(labelled, speech, tmp_path):
+    click = Utterance("click", "", write_sound(tmp_path / "audio" / "click.wav", 0.05), 0.05)
+    labels = labelled(tmp_path / "labels", [click, *speech])
+    assert labels[0] == PseudoLabel("click", str(click.audio), "", 0.0, 0, 0.05)
+    assert labels[1:] == labelled(tmp_path / "others")
+    assert labelled(tmp_path / "alone", [click]) == labels[:1]
 
 
 def test_fingerprint_is_of_the_content(model, processor, tmp_path):
@@ -211,12 +199,10 @@ def test_scores_are_the_formula():
 
 
 def test_scores_where_there_is_no_spread():
-    line = made((-1.5, 1), (-2.5, 2), (-4.5, 4), (-0.5, 0))
-    fit = fit_scores(line)
+    fit = fit_scores(line := made((-1.5, 1), (-2.5, 2), (-4.5, 4), (-0.5, 0)))
     assert (fit.mu, fit.beta, fit.sigma) == (pytest.approx(-1), pytest.approx(-0.5), 0)
     assert filter_scores(line, fit).tolist() == [0, 0, 0, -np.inf]
-    same = made((-1, 4), (-2, 4), (-6, 4))
-    fit = fit_scores(same)
+    fit = fit_scores(made((-1, 4), (-2, 4), (-6, 4)))
     assert fit.mu * 4 + fit.beta == pytest.approx(-3)
     assert fit.sigma == pytest.approx(np.std([-1, -2, -6]) / 2)
     with pytest.raises(ValueError, match="hypothesis with tokens, got none"):
@@ -237,50 +223,39 @@ def test_the_best_are_kept(processor):
 
 def test_what_no_training_can_use_is_dropped_first(processor):
     good = made((-1, 4), (-2, 4), (-9, 4))
-    bad = {
-        "no words": [("", 10.0, 0), ("  ", 10.0, 2)],
-        "symbols that no transcript has": [("GO <unk>", 10.0, 5), ("a", 10.0, 1)],
-        "longer than a batch": [("GO", 20.01, 2)],
-        "more tokens than frames": [("IT'S " * 40, 4.0, 3)],
-    }
-    rows = [(reason, *row) for reason, several in bad.items() for row in several]
+    rows = [("no words", "", 10.0, 0), ("no words", "  ", 10.0, 2), ("longer than a batch", "GO", 20.01, 2)]
+    rows += [("symbols that no transcript has", text, 10.0, 1) for text in ("GO <unk>", "a")]
+    rows += [("more tokens than frames", "IT'S " * 40, 4.0, 3)]
     labels = [PseudoLabel(f"b{n}", "/x.wav", text, -99.0, l, s) for n, (_, text, s, l) in enumerate(rows)]
     chosen = select([*labels, *good], processor, keep=0.67, max_seconds=20.0)
     assert [one.id for one in chosen.kept] == ["u0", "u1"]
     expected = {f"b{n}": row[0] for n, row in enumerate(rows)} | {"u2": "not among the best"}
     assert chosen.dropped == expected
     assert chosen.fit == fit_scores(good)
-    with pytest.raises(ValueError, match="no label can be used, of 6: 2 no words, 2 symbols"):
+    with pytest.raises(ValueError, match="no label can be used, of 6: 2 no words, 1 longer than a batch, 2 symbols"):
         select(labels, processor, max_seconds=20.0)
 
 
-@pytest.mark.parametrize("fastest", [1.0, 1.25])
-@pytest.mark.parametrize(("model_type", "size"), [("unigram", 28), ("bpe", 40)])
-def test_kept_transcripts_fit_with_the_tokenizer_of_the_training(processor, model_type, size, fastest):
+def test_kept_transcripts_fit_with_the_tokenizer_of_the_training(processor):
     texts = [transcript(number) for number in range(40)] + ["FALL BALL", "AAAA"]
-    student = ConformerProcessor(processor.feature_extractor, train_tokenizer(texts, model_type, size))
+    student = ConformerProcessor(processor.feature_extractor, train_tokenizer(texts, "unigram", 28))
     labels = [
         PseudoLabel(f"{number}-{seconds}", "/x.wav", text, -1.0, 3, seconds)
         for number, text in enumerate(texts)
         for seconds in np.arange(0.2, 1.5, 0.1)
     ]
-    counts = {}
-    for ctc in (True, False):
-        chosen = select(labels, student, ctc=ctc, fastest=fastest)
-        counts[ctc] = len(chosen.kept)
-        assert 0 < len(chosen.kept) < len(labels)
-        utterances = [Utterance(one.id, one.text, b"", one.seconds) for one in labels]
-        for utterance in utterances:
-            if utterance.id in chosen.dropped:
-                with pytest.raises(ValueError, match="too few for"):
-                    check_lengths([utterance], student, Skipped(), ctc=ctc, fastest=fastest)
-    assert counts[True] < counts[False]
+    utterances, counts = [Utterance(one.id, one.text, b"", one.seconds) for one in labels], []
+    for options in ({"ctc": False}, {"ctc": True}, {"ctc": True, "fastest": 1.25}):
+        chosen, fit = select(labels, student, **options), check_lengths(utterances, student, Skipped(1.0), **options)
+        assert [one.id for one in chosen.kept] == [one.id for one in fit]
+        counts.append(len(fit))
+    assert len(labels) > counts[0] > counts[1] > counts[2] > 0
 
 
-def test_manifest_is_read_back(model, processor, speech, tmp_path, monkeypatch):
+def test_manifest_is_read_back(labelled, speech, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     relative = [dataclasses.replace(one, audio=one.audio.relative_to(tmp_path)) for one in speech]
-    labels = labelled(model, processor, relative, tmp_path / "labels")
+    labels = labelled(tmp_path / "labels", relative)
     labels = [dataclasses.replace(one, text=transcript(n)) for n, one in enumerate(labels)]
     path = pseudo_labels.write_manifest(labels[2:4], tmp_path / "chosen.jsonl")
     monkeypatch.chdir("/")
@@ -293,7 +268,8 @@ def test_folder_of_audio_without_transcripts(tmp_path):
         write_sound(tmp_path / "audio" / name, 0.5)
     (tmp_path / "audio" / "notes.txt").write_text("nothing")
     found, skipped = load_speech(tmp_path / "audio", transcripts=False, prepared=tmp_path / "ready")
-    assert [(one.id, one.text) for one in found] == [("b/c/three.mp3", ""), ("b/two.flac", ""), ("one.wav", "")]
+    names = ("b/c/three.mp3", "b/two.flac", "one.wav")
+    assert [(one.id, one.text) for one in found] == [(name, "") for name in names]
     assert found[1].seconds == 0.5
     assert not skipped.reasons
     inner, _ = load_speech(tmp_path / "audio", "b", transcripts=False)
@@ -314,9 +290,9 @@ def test_librispeech_without_some_transcripts(tmp_path):
     folder = librispeech(tmp_path)
     (folder / "LibriSpeech" / "dev" / "7" / "107" / "7-107.trans.txt").unlink()
     found, _ = load_speech(folder, "dev", transcripts=False)
-    names = ("12/112/12-112-0001", "12/112/12-112-0003", "7/107/7-107-0000", "7/107/7-107-0002")
-    assert [one.id for one in found] == [f"dev/{name}.flac" for name in names]
-    assert [one.text for one in found] == [transcript(1), transcript(3), "", ""]
+    texts = {"12/112/12-112-0001": transcript(1), "12/112/12-112-0003": transcript(3)}
+    texts |= {"7/107/7-107-0000": "", "7/107/7-107-0002": ""}
+    assert {one.id: one.text for one in found} == {f"dev/{name}.flac": text for name, text in texts.items()}
     with pytest.raises(ValueError, match="no transcript"):
         load_speech(folder, "dev")
 
@@ -325,9 +301,8 @@ def test_manifest_without_texts(tmp_path):
     for number in range(3):
         write_sound(tmp_path / f"{number}.wav", 0.5)
     rows = [{"audio": "0.wav"}, {"audio": "1.wav", "text": None}, {"audio": "2.wav", "text": "go!"}]
-    (tmp_path / "more.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    with (tmp_path / "table.csv").open("w", newline="") as stream:
-        csv.writer(stream).writerows([["audio"], ["0.wav"], ["1.wav"], ["2.wav"]])
+    write_manifest(tmp_path / "more.jsonl", rows)
+    (tmp_path / "table.csv").write_text("audio\n0.wav\n1.wav\n2.wav\n")
     assert [one.text for one in load_speech(tmp_path, "more", transcripts=False)[0]] == ["", "", "GO"]
     assert [one.text for one in load_speech(tmp_path / "table.csv", transcripts=False)[0]] == ["", "", ""]
     with pytest.raises(ValueError, match=r"more\.jsonl:1: text must be given"):

@@ -3,39 +3,26 @@
 import json
 import re
 import shlex
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 
-import numpy as np
 import pytest
-import soundfile
 from launching import isolated_here
-from speech import WORDS, write_corpus
-from speech_corpus import write_shard
-from tiny_causal import save_causal
-from tiny_whisper import make_processor, save
+from speech import WORDS, few_and_short, write_corpus
+from speech_corpus import members, write_shard, write_sound
+from tiny_whisper import make_processor, save, save_causal
 
-from favor.eval import asr as evaluation
-from favor.eval import whisper_ctc, whisper_ctc_long
-from favor.eval.speech import language_model, lexicon
+from favor.eval import whisper_ctc_long
 from favor.models.speech import write_arpa
-from favor.train import asr, distill, nst
-from favor.train.speech import loaders
-from favor.train.text import distill_data as text_data
+from favor.train.speech.sources import load_speech
 
 GUIDES = [Path(__file__).parents[3] / f"docs/guides/{name}.md" for name in ("speech", "streaming")]
-PROGRAMS = {
-    "favor.train.asr": asr.main,
-    "favor.train.distill": distill.main,
-    "favor.train.nst": nst.main,
-    "favor.eval.asr": evaluation.main,
-    "favor.eval.speech.language_model": language_model.main,
-    "favor.eval.speech.lexicon": lexicon.main,
-    "favor.eval.whisper_ctc": whisper_ctc.main,
-    "favor.eval.whisper_ctc_long": whisper_ctc_long.main,
-}
-TRAINED = dict.fromkeys(("favor.train.asr", "favor.train.distill"), "all_results.json")
-RESULTS = TRAINED | {"favor.eval.asr": "asr.json"}
+# Programs and their results; two write a file that the command names.
+RESULTS = dict.fromkeys(("favor.train.asr", "favor.train.distill"), "all_results.json")
+RESULTS |= {"favor.train.nst": "nst.json", "favor.eval.asr": "asr.json", "favor.eval.whisper_ctc": "whisper_ctc.json"}
+RESULTS |= {"favor.eval.whisper_ctc_long": "whisper_ctc_long.json"}
+FILES = ("favor.eval.speech.language_model", "favor.eval.speech.lexicon")
 NOVEL = "".join(f"{word} a cab faced a bad bead and a cafe. " for word in ("Ace", "Dad", "Fed", "Cab", "Bad"))
 SPLITS = ("train-clean-100", "dev-clean", "dev-other", "test-clean", "train", "dev", "test")
 
@@ -46,7 +33,7 @@ def commands():
     for block in re.findall(r"```bash\n(.*?)```", text, re.DOTALL):
         for line in block.replace("\\\n", " ").splitlines():
             words = shlex.split(line)
-            program = next((word for word in words if word in PROGRAMS), None)
+            program = next((word for word in words if word in (*RESULTS, *FILES)), None)
             if program is not None:
                 yield program, words[words.index(program) + 1 :]
 
@@ -55,7 +42,7 @@ def smaller(program, words):
     """The command with a small model and one step; options that stand later win."""
     if program == "favor.eval.asr":  # the transcripts of the corpus have other words
         return ["A" if word in ("MORNING", "NEW YORK") else word for word in words]
-    if program in ("favor.eval.speech.language_model", "favor.eval.speech.lexicon"):
+    if program in FILES:
         return words
     if program == "favor.eval.whisper_ctc":
         names = {"gemma": "causal", "out/phonemes_1": "out/phonemes_head"}  # no command makes the second seed
@@ -79,25 +66,16 @@ def place(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     write_corpus(tmp_path, dict.fromkeys(SPLITS, 2))
     for split in ("train", "dev", "test"):
-        members = []
-        for chapter in (tmp_path / "LibriSpeech" / split).glob("*/*"):
-            for line in next(chapter.glob("*.txt")).read_text().splitlines():
-                name, text = line.split(" ", 1)
-                members += [(f"{name}.flac", (chapter / f"{name}.flac").read_bytes()), (f"{name}.txt", text.encode())]
-        write_shard(tmp_path / "shards" / f"{split}-000000.tar", members)
+        write_shard(tmp_path / "shards" / f"{split}-000000.tar", members(load_speech(tmp_path, split)[0], told=False))
     for name in ("musan/noise/free/hum.wav", "rooms/hall.wav"):
-        (tmp_path / name).parent.mkdir(parents=True)
-        soundfile.write(tmp_path / name, 0.1 * np.random.default_rng(0).normal(size=4000), 16000)
+        write_sound(tmp_path / name, 0.25)
     write_arpa(["A B", "B A"], tmp_path / "lm.arpa")
     (tmp_path / "words.txt").write_text("BEAD\nCAFE\n")
     spoken = "".join(f"{word.lower()} {' '.join(word)}\n" for word in [*WORDS, "AND", "FACED"])
     (tmp_path / "cmudict.dict").write_text(spoken)
     (tmp_path / "novel.txt").write_text(NOVEL)
     monkeypatch.setattr(whisper_ctc_long, "isolated", isolated_here)
-    monkeypatch.setattr(distill, "CALIBRATION_SAMPLES", 1)
-    monkeypatch.setattr(loaders, "JOIN_SECONDS", 1.0)
-    for module in (loaders, text_data):
-        monkeypatch.setattr(module, "HELD_OUT_SAMPLES", 1)
+    few_and_short(monkeypatch, 1, 1.0)
     save(tmp_path / "whisper", make_processor())
     save_causal(tmp_path / "causal")
     return tmp_path
@@ -108,15 +86,14 @@ def test_the_commands_of_the_guide_run(place, fresh_accelerator):
     for program, words in commands():
         if "--language_model" in words and find_spec("flashlight") is None:
             continue
-        PROGRAMS[program](smaller(program, words))
+        import_module(program).main(smaller(program, words))
         fresh_accelerator()
-        if program in ("favor.eval.speech.language_model", "favor.eval.speech.lexicon"):
+        if program in FILES:
             first = "\\data\\" if program.endswith("model") else "BAD\tB A D"
             assert (place / words[words.index("--output_file") + 1]).read_text().startswith(first)
             continue
         ran.append(words[words.index("--output_dir") + 1])
-        name = RESULTS.get(program, f"{program.rpartition('.')[2]}.json")
-        assert json.loads((place / ran[-1] / name).read_text())
+        assert json.loads((place / ran[-1] / RESULTS[program]).read_text())
     assert {"out/asr", "out/asr/test", "out/noisy", "out/shards", "out/shards/test", "out/linear"} <= set(ran)
     assert {"out/phonemes_errors", "out/mean_errors", "out/voices_errors"} <= set(ran)
     assert {"out/whisper", "out/phonemes", "out/voices"} <= set(ran)
