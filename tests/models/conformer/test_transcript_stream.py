@@ -25,9 +25,8 @@ NEVER = EndpointRules(None, None, None)
 OFTEN = EndpointRules(0.28, 0.12, 0.8)
 
 
-@pytest.fixture(scope="module")
-def processor():
-    return make_processor("GO DAD", "A BAD DOG", **FIXED)
+PROCESSOR = make_processor("GO DAD", "A BAD DOG", **FIXED)
+VOCABULARY = len(PROCESSOR.tokenizer)
 
 
 def sounds(seconds, seed):
@@ -40,11 +39,10 @@ def sounds(seconds, seed):
 
 
 @torch.no_grad()
-def build(kind, processor, backend="favor+", **options):
+def build(kind, backend="favor+", **options):
     """A model that finds blanks and several tokens."""
-    vocab = len(processor.tokenizer)
-    model = tiny_speech.build(kind, backend, options, causal=True, conv_kernel_size=6, vocab_size=vocab)
-    inputs = processor(audio=sounds(4, 9), sampling_rate=16000)
+    model = tiny_speech.build(kind, backend, options, causal=True, conv_kernel_size=6, vocab_size=VOCABULARY)
+    inputs = PROCESSOR(audio=sounds(4, 9), sampling_rate=16000)
     if kind is ConformerForCTC:
         head, logits = model.ctc_head, model(**inputs).logits
     else:
@@ -52,15 +50,14 @@ def build(kind, processor, backend="favor+", **options):
         model.prediction.embedding.weight *= 20
         model.joint.prediction_projection.weight *= 8
         hidden, _ = model.encode(**inputs)
-        prediction, _ = model.predict(torch.arange(vocab)[:, None])
+        prediction, _ = model.predict(torch.arange(VOCABULARY)[:, None])
         head, logits = model.joint.head, model.join(hidden[:1, :, None], prediction[:, 0])
-    places = tuple(range(logits.ndim - 1))
-    head.bias -= logits.mean(places)
-    head.weight /= logits.std(places).unsqueeze(1)
-    head.bias /= logits.std(places)
+    mean, std = (of(logits.flatten(0, -2), 0) for of in (torch.mean, torch.std))
+    head.weight /= std[:, None]
+    head.bias.sub_(mean).div_(std)
     head.bias[1:3] -= 9.0  # no special tokens
     head.bias[0] += BLANK[kind]
-    head.bias[processor.tokenizer.convert_tokens_to_ids("▁")] += 0.5  # words
+    head.bias[PROCESSOR.tokenizer.convert_tokens_to_ids("▁")] += 0.5  # words
     return model
 
 
@@ -77,14 +74,14 @@ def plain(utterances):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_text_and_times_are_those_of_the_whole(kind, processor):
+def test_text_and_times_are_those_of_the_whole(kind):
     """Confidences too, of words whose least sure token lasts for several frames."""
-    model, audio = build(kind, processor), sounds(6, 5)
-    whole = model.transcribe([audio], processor=processor, return_timestamps="word")[0]
+    model, audio = build(kind), sounds(6, 5)
+    whole = model.transcribe([audio], processor=PROCESSOR, return_timestamps="word")[0]
     assert len(whole.spans) > 2
     assert len(set(whole.text)) > 3
     for size in (999, 16000, 96000):
-        stream = model.transcribe_stream(processor, NEVER)
+        stream = model.transcribe_stream(PROCESSOR, NEVER)
         for piece in audio.split(size):
             assert stream.feed(piece) == []
         assert stream.partial == whole.text
@@ -100,53 +97,45 @@ def test_text_and_times_are_those_of_the_whole(kind, processor):
 
 
 @pytest.mark.parametrize(("kind", "reset_encoder"), list(zip(KINDS, [False, True], strict=True)))
-def test_end_points_do_not_depend_on_the_pieces(kind, reset_encoder, processor, monkeypatch):
-    model, audio = build(kind, processor), sounds(6, 1)
-    found = plain(fed(model.transcribe_stream(processor, OFTEN, reset_encoder), audio, 96000))
-    assert len(found) > 1
-    for size in (777, 20000):
-        assert plain(fed(model.transcribe_stream(processor, OFTEN, reset_encoder), audio, size)) == found
-    monkeypatch.setattr(streaming, "BLOCK_FRAMES", 7)
-    assert plain(fed(model.transcribe_stream(processor, OFTEN, reset_encoder), audio, 96000)) == found
+def test_end_points_do_not_depend_on_the_pieces(kind, reset_encoder, monkeypatch):
+    model, audio, found = build(kind), sounds(6, 1), []
+    for size, frames in ((96000, 250), (777, 250), (20000, 250), (96000, 7)):
+        monkeypatch.setattr(streaming, "BLOCK_FRAMES", frames)
+        found.append(plain(fed(model.transcribe_stream(PROCESSOR, OFTEN, reset_encoder), audio, size)))
+    assert found == [found[0]] * 4
+    assert len(found[0]) > 1
 
 
-def test_an_encoder_that_is_reset_begins_as_a_new_one(processor):
+def test_an_encoder_that_is_reset_begins_as_a_new_one():
     """The last utterance equals that of a stream that begins where the encoder was reset."""
-    model, audio, rules = build(ConformerForCTC, processor), sounds(6, 1), EndpointRules(None, None, 2.0)
-    found = fed(model.transcribe_stream(processor, rules, reset_encoder=True), audio, 5000)
-    alone = fed(model.transcribe_stream(processor, NEVER), audio[100 * 640 :], 5000)[0]
-    words = [replace(word, start=word.start + 4, end=word.end + 4) for word in alone.words]
+    model, audio, rules = build(ConformerForCTC), sounds(6, 1), EndpointRules(None, None, 2.0)
+    found = fed(model.transcribe_stream(PROCESSOR, rules, reset_encoder=True), audio, 5000)
+    alone = fed(model.transcribe_stream(PROCESSOR, NEVER), audio[100 * 640 :], 5000)[0]
     assert len(found) == 3
     assert found[-1].text == alone.text
-    for word, other in zip(found[-1].words, words, strict=True):
-        assert (word.text, word.start, word.end) == (other.text, pytest.approx(other.start), pytest.approx(other.end))
-    goes_on = fed(model.transcribe_stream(processor, rules), audio, 5000)
+    for word, other in zip(found[-1].words, alone.words, strict=True):
+        assert (word.text, word.start, word.end) == (other.text, *map(pytest.approx, (other.start + 4, other.end + 4)))
+    goes_on = fed(model.transcribe_stream(PROCESSOR, rules), audio, 5000)
     assert plain(goes_on)[-1] != plain(found)[-1]
 
 
-def scripted(monkeypatch, processor, script, rules, kind=ConformerForCTC):
-    """A stream whose model says the labels of a script, one a frame, whatever the audio."""
-    model = build(kind, processor)
-    eye = torch.eye(len(processor.tokenizer))
-    labels = torch.tensor(script + [0] * 1000)
+def scripted(monkeypatch, script, rules, kind):
+    """A stream whose model says the letters of a script, one a frame, whatever the audio."""
+    model, eye = build(kind), torch.eye(VOCABULARY)
+    labels = [PROCESSOR.tokenizer(letter).input_ids[1] if letter != " " else 0 for letter in script]
+    labels = torch.tensor(labels + [0] * 1000)
 
     def frames(encoder, states, counts):
-        return [
-            9 * eye[labels[state.position : state.position + count]][None]
-            for state, count in zip(states, counts, strict=True)
-        ]
+        pairs = zip(states, counts, strict=True)
+        return [9 * eye[labels[state.position : state.position + count]][None] for state, count in pairs]
 
     monkeypatch.setattr(streaming, "encode", frames)
     if kind is ConformerForCTC:
         model.ctc_head = torch.nn.Identity()
     else:  # it says a token once, and no token again after itself
-
-        def join(hidden, prediction):
-            return (hidden - 18 * prediction * (torch.arange(hidden.shape[-1]) > 0)) + eye[0]
-
         monkeypatch.setattr(model, "predict", lambda tokens, state: (eye[tokens], ()))
-        monkeypatch.setattr(model, "join", join)
-    return model.transcribe_stream(processor, rules)
+        monkeypatch.setattr(model, "join", lambda hidden, last: hidden - 18 * last * (1 - eye[0]) + eye[0])
+    return model.transcribe_stream(PROCESSOR, rules)
 
 
 def ends(stream, frames, size):
@@ -159,12 +148,11 @@ def ends(stream, frames, size):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_silence_ends_an_utterance_at_its_frame(kind, processor, monkeypatch):
-    go, dad = (processor.tokenizer(text).input_ids[1:] for text in ("GO", "DAD"))
+def test_silence_ends_an_utterance_at_its_frame(kind, monkeypatch):
     # Frames 5, 6 | 4 blanks | 11 to 13 | 5 blanks end it at frame 18 | 19 to 20.
-    script = [0] * 5 + go + [0] * 4 + dad + [0] * 5 + go
+    script = "     GO    DAD     GO"
     rules = EndpointRules(None, 0.2 + 1e-9, None)  # 5 frames, up to rounding
-    stream = scripted(monkeypatch, processor, script, rules, kind)
+    stream = scripted(monkeypatch, script, rules, kind)
     assert ends(stream, 19, 640) == [("GODAD", 5, 14, 19)]
     assert (stream.partial, stream.seconds) == ("", pytest.approx(0.76))
     assert ends(stream, 8, 640)[0] == ("GO", 19, 21, 26)
@@ -182,65 +170,53 @@ def test_silence_ends_an_utterance_at_its_frame(kind, processor, monkeypatch):
         ("   GGGG G", EndpointRules(None, None, 0.2), 9, [("G", 3, 5, 9)], [("G", 8)]),
     ],
 )
-def test_other_rules_end_an_utterance(kind, script, rules, frames, expected, partial, processor, monkeypatch):
+def test_other_rules_end_an_utterance(kind, script, rules, frames, expected, partial, monkeypatch):
     if kind is ConformerForTransducer and "GG" in script:
         pytest.skip("a Transducer says each token in one frame")
-    labels = [processor.tokenizer(letter).input_ids[1] if letter != " " else 0 for letter in script]
-    stream = scripted(monkeypatch, processor, labels, rules, kind)
+    stream = scripted(monkeypatch, script, rules, kind)
     assert ends(stream, frames, 10**6) == expected
     assert [(word.text, round(word.start / 0.04)) for word in stream.partial_words] == partial
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_stream_that_was_reset_equals_a_new_one(kind, processor):
-    model, audio = build(kind, processor), sounds(3, 2)
-    stream = model.transcribe_stream(processor, OFTEN)
-    fed_new = fed(model.transcribe_stream(processor, OFTEN), audio, 4000)
+def test_a_stream_that_was_reset_equals_a_new_one(kind):
+    model, audio = build(kind), sounds(3, 2)
+    stream, new = (model.transcribe_stream(PROCESSOR, OFTEN) for _ in range(2))
     stream.feed(sounds(2, 3)[:30001])
     stream.reset()
-    assert fed(stream, audio, 4000) == fed_new
-    assert fed(stream, audio, 4000) == fed_new
-    logits = model.stream(processor.feature_extractor)
+    expected = fed(new, audio, 4000)
+    assert fed(stream, audio, 4000) == fed(stream, audio, 4000) == expected
+    logits, new = (model.stream(PROCESSOR.feature_extractor) for _ in range(2))
     logits.feed(audio[:20000])
     logits.reset()
     assert (logits.frames, logits.tokens) == (0, [[]])
-    new = model.stream(processor.feature_extractor)
     torch.testing.assert_close(logits.feed(audio), new.feed(audio), rtol=0, atol=0)
     assert logits.tokens == new.tokens
 
 
-BATCHES = [
-    (ConformerForCTC, "favor+", {}),
-    (ConformerForTransducer, "favor+", {}),
-    (ConformerForCTC, "favor+", {"window": 8}),
-    (ConformerForCTC, "sdpa", {}),
-    (ConformerForCTC, "landmark", {"selected_keys": 6}),
-]
+BATCHES = [(kind, "favor+", {}) for kind in KINDS]
+CASES = (("favor+", {"window": 8}), ("sdpa", {}), ("landmark", {"selected_keys": 6}))
+BATCHES += [(ConformerForCTC, *case) for case in CASES]
 
 
 @pytest.mark.parametrize(("kind", "backend", "options"), BATCHES)
 @pytest.mark.parametrize("reset_encoder", [False, True])
-def test_a_batch_equals_its_streams_alone(kind, backend, options, reset_encoder, processor, monkeypatch):
+def test_a_batch_equals_its_streams_alone(kind, backend, options, reset_encoder, monkeypatch):
     """Streams that begin late, have pieces of their own lengths, pause, are reset and end."""
     set_small_sections(monkeypatch)
-    model = build(kind, processor, backend, **options)
-    recordings = [sounds(seconds, seed) for seed, seconds in enumerate((4, 3, 2.4, 3.6))]
-    sizes = (4000, 7100, 2500, 9999)
-    alone = [
-        plain(fed(model.transcribe_stream(processor, OFTEN, reset_encoder), audio, size))
-        for audio, size in zip(recordings, sizes, strict=True)
-    ]
+    model = build(kind, backend, **options)
+    sizes, recordings = (4000, 7100, 2500, 9999), [sounds(*own[::-1]) for own in enumerate((4, 3, 2.4, 3.6))]
+    streams = [model.transcribe_stream(PROCESSOR, OFTEN, reset_encoder) for _ in recordings]
+    alone = [plain(fed(*own)) for own in zip(streams, recordings, sizes, strict=True)]
     assert sum(map(len, alone)) > 5
-    streams = [model.transcribe_stream(processor, OFTEN, reset_encoder) for _ in recordings]
     streams[2].feed(recordings[0][:9000])
     streams[2].reset()
     queues = [list(audio.split(size)) for audio, size in zip(recordings, sizes, strict=True)]
     found = [[] for _ in recordings]
     for step in range(100):
         # The second one begins late, the third one pauses.
-        going = [
-            row for row in range(4) if queues[row] and not (row == 1 and step < 3) and not (row == 2 and step == 4)
-        ]
+        waits = {1: step < 3, 2: step == 4}
+        going = [row for row in range(4) if queues[row] and not waits.get(row)]
         pieces = [queues[row].pop(0) for row in going]
         for row, new in zip(going, feed_streams([streams[row] for row in going], pieces), strict=True):
             found[row] += new
@@ -249,10 +225,10 @@ def test_a_batch_equals_its_streams_alone(kind, backend, options, reset_encoder,
     assert [plain(one) for one in found] == alone
 
 
-def test_the_layers_run_once_for_a_batch(processor, monkeypatch):
+def test_the_layers_run_once_for_a_batch(monkeypatch):
     """Of positive features without a window attention too, from the second piece on."""
-    model = build(ConformerForCTC, processor)
-    streams, sizes = [model.transcribe_stream(processor, NEVER) for _ in range(3)], []
+    model = build(ConformerForCTC)
+    streams, sizes = [model.transcribe_stream(PROCESSOR, NEVER) for _ in range(3)], []
     right = favor.kernels.StreamState.joined
     monkeypatch.setattr(favor.kernels.StreamState, "joined", lambda own: sizes.append(len(own)) or right(own))
     audio = sounds(3, 5)
@@ -263,18 +239,18 @@ def test_the_layers_run_once_for_a_batch(processor, monkeypatch):
     assert max(stream.state_bytes for stream in streams) < 30000
 
 
-def test_what_cannot_be_is_refused(processor):
-    model = build(ConformerForCTC, processor)
-    one, two, other = (own.transcribe_stream(processor) for own in (model, model, build(ConformerForCTC, processor)))
-    utterance = ConformerProcessor(ConformerFeatureExtractor(feature_size=10), processor.tokenizer)
+def test_what_cannot_be_is_refused():
+    model = build(ConformerForCTC)
+    one, two, other = (own.transcribe_stream(PROCESSOR) for own in (model, model, build(ConformerForCTC)))
+    utterance = ConformerProcessor(ConformerFeatureExtractor(feature_size=10), PROCESSOR.tokenizer)
     piece = torch.zeros(900)
     for call, message in (
         (lambda: EndpointRules(rule2_min_trailing_silence=0), "rule2_min_trailing_silence must be"),
         (lambda: EndpointRules(rule3_min_utterance_length=float("nan")), "rule3_min_utterance_length must be"),
-        (lambda: streaming.TranscriptStream(model.encoder, processor), "must recognise speech"),
+        (lambda: streaming.TranscriptStream(model.encoder, PROCESSOR), "must recognise speech"),
         (lambda: model.transcribe_stream(), "processor must be given"),
         (lambda: model.transcribe_stream(utterance), 'normalize="none"'),
-        (lambda: model.stream(processor), "for text call"),
+        (lambda: model.stream(PROCESSOR), "for text call"),
         (lambda: feed_streams([one, one], [piece, piece]), "different ones with a piece each, got 2 streams and 2"),
         (lambda: feed_streams([one, two], [piece]), "got 2 streams and 1"),
         (lambda: feed_streams([one, other], [piece, piece]), "of one model"),

@@ -33,8 +33,8 @@ def test_a_written_model_by_hand(tmp_path):
     before = {"A": 0.5, "B": 2 - 1, "C": 0.5, "</s>": 2 - 1, "D": 0}
     alone = {word: (count + (0.5 + 1 + 0.5 + 1) / 5) / 6 for word, count in before.items()}
     after_begin = {word: (count + 2 * 0.5 * alone[word]) / 2 for word, count in {"A": 0.5, "B": 0.5, "D": 0}.items()}
-    for word, probability in after_begin.items():
-        assert math.exp(model.score(model.start(), word)[1]) == pytest.approx(probability, abs=1e-5)
+    for word, expected in after_begin.items():
+        assert math.exp(model.score(model.start(), word)[1]) == pytest.approx(expected, abs=1e-5)
         assert math.exp(model.score(model.start(in_text=True), word)[1]) == pytest.approx(alone[word], abs=1e-5)
     state, _ = model.score(model.start(), "B")
     assert math.exp(model.finish(state)) == pytest.approx((0.5 + 2 * 0.5 * alone["</s>"]) / 2, abs=1e-5)
@@ -95,21 +95,6 @@ def test_a_written_model_is_smoothed_as_kneser_and_ney_do(tmp_path):
             history = (*history, word)[-2:]
 
 
-@pytest.mark.parametrize(
-    ("texts", "options", "message"),
-    [
-        (["A"], {"order": 1}, "order must be 2 to 6, which KenLM reads, got 1"),
-        (["A"], {"order": 7}, "order must be 2 to 6, which KenLM reads, got 7"),
-        ("A B", {}, "texts must be a list of texts, or lines of a file, got a string"),
-        (["", " "], {}, "texts must hold at least one word"),
-        (["A <unk>"], {}, "texts must not hold <s>, </s>, <unk>, got 'A <unk>'"),
-    ],
-)
-def test_refusals_of_texts(tmp_path, texts, options, message):
-    with pytest.raises(TypeError if isinstance(texts, str) else ValueError, match=message):
-        write_arpa(texts, tmp_path / "lm.arpa", **options)
-
-
 def test_more_words_of_a_written_model(tmp_path):
     """Words that the texts lack are as probable as `<unk>`, and all probabilities still sum to 1."""
     model = NgramModel(write_arpa(["A B", "B A A"], tmp_path / "lm.arpa", 2, words=["NEW", "A"]))
@@ -118,6 +103,18 @@ def test_more_words_of_a_written_model(tmp_path):
     scores = {word: model.score(start, word)[1] for word in ("A", "B", "NEW", "OTHER")}
     assert scores["NEW"] == pytest.approx(scores["OTHER"])
     assert sum(map(math.exp, [*scores.values(), model.finish(start)])) == pytest.approx(1, abs=1e-4)
-    for wrong in ("TWO WORDS", "", "</s>"):
-        with pytest.raises(ValueError, match="words must be single words, got"):
-            write_arpa(["A"], tmp_path / "lm.arpa", words=[wrong])
+
+
+@pytest.mark.parametrize(
+    ("texts", "options", "message"),
+    [
+        *((["A"], {"order": order}, f"order must be 2 to 6, which KenLM reads, got {order}") for order in (1, 7)),
+        *((["A"], {"words": [wrong]}, "words must be single words") for wrong in ("TWO WORDS", "", "</s>")),
+        ("A B", {}, "texts must be a list of texts, or lines of a file, got a string"),
+        (["", " "], {}, "texts must hold at least one word"),
+        (["A <unk>"], {}, "texts must not hold <s>, </s>, <unk>, got 'A <unk>'"),
+    ],
+)
+def test_refusals_of_texts(tmp_path, texts, options, message):
+    with pytest.raises(TypeError if isinstance(texts, str) else ValueError, match=message):
+        write_arpa(texts, tmp_path / "lm.arpa", **options)
