@@ -15,12 +15,7 @@ from favor.models.speech.lattice import joint_transducer_loss, transducer_loss
 from favor.models.speech.ngram import NgramModel, write_arpa
 from favor.models.speech.pronunciations import Pronunciations
 from favor.models.speech.spans import Emission, EndpointRules, Span, Utterance, join_segments, join_words
-from favor.models.speech.tokenizer import (
-    ConformerProcessor,
-    ConformerTokenizer,
-    normalize_transcript,
-    train_tokenizer,
-)
+from favor.models.speech.tokenizer import ConformerProcessor, ConformerTokenizer, normalize_transcript, train_tokenizer
 from favor.models.speech.transcription import Transcript
 from favor.models.speech.transducer import transducer_beam, transducer_emissions, transducer_greedy
 from favor.models.speech.word_beam import ctc_word_beam
