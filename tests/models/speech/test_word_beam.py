@@ -9,7 +9,7 @@ import zlib
 
 import pytest
 import torch
-from ctc_texts import all_texts, sure_logits
+from ctc_texts import all_texts
 from tiny_speech import build, make_processor, says_each_frame
 
 from favor.models.conformer import ConformerForTransducer
@@ -262,21 +262,6 @@ def test_a_search_without_its_package_names_the_extra(monkeypatch):
     for options in ({"beam_size": 4}, {"hotwords": ["A"]}, {"language_model": "lm.arpa"}):
         with pytest.raises(ImportError, match=r'flashlight-text is not installed .*`pip install "favor\[lm\]"`'):
             MODELS[0].transcribe(torch.zeros(9000), processor=PROCESSOR, **options)
-
-
-def test_a_lexicon_searches_long_rows_in_pieces(tmp_path, monkeypatch):
-    """Cut in the middle of the longest pause; each piece is a text of its own. A sure blank parts equal letters."""
-    lexicon = WordLexicon(LETTERS, write_arpa(["A B AB BB"], tmp_path / "lm.arpa"), lm_weight=0.7, word_score=0.4)
-    said = [LETTERS(text).input_ids for text in ("A B", "AB", "B A BB")]
-    logits = sure_logits(len(LETTERS), *said[0], *4 * [0], *said[1], *4 * [0], *said[2])
-    whole, cut = (ctc_lexicon_beam(logits, [logits.shape[1]], lexicon, piece=most)[0][0] for most in (1000, 28))
-    assert LETTERS.decode(whole.tokens, group_tokens=False) == "A B AB B A BB"
-    assert cut.tokens == whole.tokens
-    texts = (["A", "B", "AB"], ["B", "A", "BB"])
-    assert cut.log_prob == pytest.approx(sum(map(lexicon.score, texts)), abs=1e-3)
-    times = ctc_align(logits, [logits.shape[1]], [whole.tokens])
-    monkeypatch.setattr(WordLexicon, "piece", 28)
-    assert search_emissions(logits, [logits.shape[1]], lexicon) == times
 
 
 def test_a_row_that_says_nothing_has_no_words(arpa):
