@@ -266,7 +266,9 @@ def _train(lines: list[str], model_type: str, vocab_size: int) -> bytes:
     """Trains the sentencepiece model and gives it serialized."""
     import sentencepiece
 
-    out = io.BytesIO()
+    out, special = io.BytesIO(), dict[str, Any]()
+    for number, name in enumerate(("pad", "eos", "unk")):
+        special |= {f"{name}_id": number, f"{name}_piece": SPECIAL[number]}
     try:
         sentencepiece.SentencePieceTrainer.train(
             sentence_iterator=iter(lines),
@@ -279,14 +281,9 @@ def _train(lines: list[str], model_type: str, vocab_size: int) -> bytes:
             max_sentence_length=4 * max(map(len, lines)) + 16,
             # Sums of floats depend on the number of threads.
             num_threads=1,
-            pad_id=0,
-            eos_id=1,
-            unk_id=2,
             bos_id=-1,
-            pad_piece=SPECIAL[0],
-            eos_piece=SPECIAL[1],
-            unk_piece=SPECIAL[2],
             minloglevel=2,
+            **special,
         )
     except RuntimeError as error:
         limit = re.search(r"Vocabulary size too high .*<= (\d+)", str(error))

@@ -156,8 +156,7 @@ class Transcribes:
                 chosen = order[first : first + batch_size]
                 waveforms = [_waveform(recordings[index], f"waveform {index}", self, processor) for index in chosen]
                 inputs = processor(waveforms, sampling_rate=rate).to(self.device, self.dtype)
-                features, mask = inputs["input_features"], inputs["attention_mask"]
-                rows = self.emissions(features, mask, **search)
+                rows = self.emissions(**inputs, **search)
                 seconds = self.config.samples_per_frame / rate
                 for index, row in zip(chosen, rows, strict=True):
                     found[index] = Transcript.of(row, processor, seconds, lexicon, return_timestamps, pause)

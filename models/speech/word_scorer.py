@@ -156,10 +156,7 @@ class WordScorer:
         return int(log_probs[:, blank].argmax())
 
     def search(self, log_probs: Tensor, context: Context, ends: bool, beam_size: int, blank: int) -> list[Hypothesis]:
-        """Searches a piece `[n, V]` from a context on, by the decoder of flashlight-text without a lexicon.
-
-        `ends` says whether the text ends with it.
-        """
+        """Searches a piece `[n, V]`, with which the text may end, from a context on; no lexicon limits the words."""
         from flashlight.lib.text.decoder import CriterionType, LexiconFreeDecoder, LexiconFreeDecoderOptions
 
         scores = _adapter()(self, context, ends)

@@ -198,18 +198,6 @@ def test_after_finish_a_stream_takes_nothing_until_it_is_reset(kind, chunks):
     assert other._state.samples is None  # nor does a stream that is fed together with it
 
 
-def test_a_stream_that_forgets_at_end_points_begins_new_chunks():
-    model, rules = build(ConformerForCTC, "sdpa", causal=False), EndpointRules(None, None, 1.0)
-    processor = make_processor("ABCDEFG HI", **FIXED)
-    texts = []
-    for size in (16000, 5000):
-        stream = model.transcribe_stream(processor, rules, reset_encoder=True, chunks=Chunks(8))
-        found = [one for piece in np.split(audio(64000), range(size, 64000, size)) for one in stream.feed(piece)]
-        texts.append([one.text for one in found + stream.finish()])
-    assert texts[0] == texts[1]
-    assert len(texts[0]) >= 3
-
-
 @pytest.mark.parametrize(
     ("backend", "options", "causal", "chunks", "message"),
     [

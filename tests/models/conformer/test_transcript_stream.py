@@ -11,6 +11,7 @@ from tiny_speech import FIXED, make_processor
 
 import favor
 from favor.models.conformer import (
+    Chunks,
     ConformerFeatureExtractor,
     ConformerForCTC,
     ConformerForTransducer,
@@ -39,9 +40,10 @@ def sounds(seconds, seed):
 
 
 @torch.no_grad()
-def build(kind, backend="favor+", **options):
+def build(kind, backend="favor+", causal=True, **options):
     """A model that finds blanks and several tokens."""
-    model = tiny_speech.build(kind, backend, options, causal=True, conv_kernel_size=6, vocab_size=VOCABULARY)
+    sizes = {"conv_kernel_size": 6 if causal else 7, "vocab_size": VOCABULARY}
+    model = tiny_speech.build(kind, backend, options, causal=causal, **sizes)
     inputs = PROCESSOR(audio=sounds(4, 9), sampling_rate=16000)
     if kind is ConformerForCTC:
         head, logits = model.ctc_head, model(**inputs).logits
@@ -96,12 +98,15 @@ def test_text_and_times_are_those_of_the_whole(kind):
         assert (stream.partial, stream.state_bytes) == ("", 0)
 
 
-@pytest.mark.parametrize(("kind", "reset_encoder"), list(zip(KINDS, [False, True], strict=True)))
-def test_end_points_do_not_depend_on_the_pieces(kind, reset_encoder, monkeypatch):
-    model, audio, found = build(kind), sounds(6, 1), []
+@pytest.mark.parametrize(
+    ("kind", "reset_encoder", "chunks"),
+    [(ConformerForCTC, False, None), (ConformerForTransducer, True, None), (ConformerForCTC, True, Chunks(8))],
+)
+def test_end_points_do_not_depend_on_the_pieces(kind, reset_encoder, chunks, monkeypatch):
+    model, audio, found = build(kind, causal=chunks is None), sounds(6, 1), []
     for size, frames in ((96000, 250), (777, 250), (20000, 250), (96000, 7)):
         monkeypatch.setattr(streaming, "BLOCK_FRAMES", frames)
-        found.append(plain(fed(model.transcribe_stream(PROCESSOR, OFTEN, reset_encoder), audio, size)))
+        found.append(plain(fed(model.transcribe_stream(PROCESSOR, OFTEN, reset_encoder, chunks), audio, size)))
     assert found == [found[0]] * 4
     assert len(found[0]) > 1
 
@@ -180,17 +185,11 @@ def test_other_rules_end_an_utterance(kind, script, rules, frames, expected, par
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_stream_that_was_reset_equals_a_new_one(kind):
-    model, audio = build(kind), sounds(3, 2)
-    stream, new = (model.transcribe_stream(PROCESSOR, OFTEN) for _ in range(2))
-    stream.feed(sounds(2, 3)[:30001])
-    stream.reset()
-    expected = fed(new, audio, 4000)
-    assert fed(stream, audio, 4000) == fed(stream, audio, 4000) == expected
-    logits, new = (model.stream(PROCESSOR.feature_extractor) for _ in range(2))
-    logits.feed(audio[:20000])
+    logits, new = (build(kind).stream(PROCESSOR.feature_extractor) for _ in range(2))
+    logits.feed(sounds(2, 2))
     logits.reset()
     assert (logits.frames, logits.tokens) == (0, [[]])
-    torch.testing.assert_close(logits.feed(audio), new.feed(audio), rtol=0, atol=0)
+    torch.testing.assert_close(*(stream.feed(sounds(3, 2)) for stream in (logits, new)), rtol=0, atol=0)
     assert logits.tokens == new.tokens
 
 
@@ -202,7 +201,7 @@ BATCHES += [(ConformerForCTC, *case) for case in CASES]
 @pytest.mark.parametrize(("kind", "backend", "options"), BATCHES)
 @pytest.mark.parametrize("reset_encoder", [False, True])
 def test_a_batch_equals_its_streams_alone(kind, backend, options, reset_encoder, monkeypatch):
-    """Streams that begin late, have pieces of their own lengths, pause, are reset and end."""
+    """Streams that begin late, have pieces of their own lengths, pause, were reset and end."""
     set_small_sections(monkeypatch)
     model = build(kind, backend, **options)
     sizes, recordings = (4000, 7100, 2500, 9999), [sounds(*own[::-1]) for own in enumerate((4, 3, 2.4, 3.6))]
