@@ -88,23 +88,18 @@ def test_a_transducer_comes_back_and_lends_its_encoder(tmp_path):
 
 
 @pytest.mark.parametrize("network", ["lstm", "stateless"])
-def test_the_prediction_network_goes_token_by_token(network):
-    model = build(ConformerForTransducer, prediction_network=network, prediction_context_size=3)
-    tokens, state, parts = torch.tensor([[0, 3, 4, 5, 6], [0, 7, 7, 8, 9]]), None, []
+def test_the_transducer_loss_is_that_of_all_logits(network):
+    """And its prediction network goes token by token."""
+    sizes = {"prediction_context_size": 3, "ctc_weight": 0.3, "max_cells": 7}
+    model, inputs = build(ConformerForTransducer, prediction_network=network, **sizes), batch()
+    out = model(**inputs, labels=LABELS)
+    hidden, lengths = model.encode(**inputs)
+    tokens, state, parts = functional.pad(LABELS.clamp_min(0), (1, 0)), None, []
     for token in tokens.split(1, dim=1):
         part, state = model.predict(token, state)
         parts.append(part)
-        assert {len(tensor) for tensor in state} == {2}
-    torch.testing.assert_close(torch.cat(parts, dim=1), model.predict(tokens)[0])
-
-
-@pytest.mark.parametrize("network", ["lstm", "stateless"])
-def test_the_transducer_loss_is_that_of_all_logits(network):
-    model, inputs = build(ConformerForTransducer, prediction_network=network, ctc_weight=0.3, max_cells=7), batch()
-    out = model(**inputs, labels=LABELS)
-    hidden, lengths = model.encode(**inputs)
-    prediction, _ = model.predict(functional.pad(LABELS.clamp_min(0), (1, 0)))
-    logits = model.join(hidden[:, :, None], prediction[:, None])
+        assert {len(tensor) for tensor in state} == {3}
+    logits = model.join(hidden[:, :, None], torch.cat(parts, dim=1)[:, None])
     expected = transducer_loss(logits, LABELS, lengths, torch.tensor([4, 2, 1]))
     torch.testing.assert_close(out.transducer_loss, expected)
     torch.testing.assert_close(out.loss, 0.7 * expected + 0.3 * out.ctc_loss)

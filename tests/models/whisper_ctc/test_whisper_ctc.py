@@ -57,15 +57,6 @@ def waveform(seconds, seed=0):
 
 
 @pytest.fixture(scope="module")
-def whisper():
-    torch.manual_seed(0)
-    decoder = {"decoder_layers": 1, "decoder_attention_heads": 2, "decoder_ffn_dim": 32, "max_target_positions": 8}
-    special = {"pad_token_id": 1, "bos_token_id": 1, "eos_token_id": 1, "decoder_start_token_id": 2}
-    config = WhisperConfig(**SIZES, **decoder, **special, vocab_size=50, max_source_positions=POSITIONS)
-    return WhisperForConditionalGeneration(config).eval()
-
-
-@pytest.fixture(scope="module")
 def saved(tmp_path_factory):
     """A folder with a model whose outputs vary, and its processor."""
     folder = tmp_path_factory.mktemp("saved")
@@ -82,7 +73,12 @@ def loaded(folder):
 
 
 @torch.no_grad()
-def test_hidden_states_are_those_of_transformers(whisper):
+def test_hidden_states_are_those_of_transformers():
+    torch.manual_seed(0)
+    decoder = {"decoder_layers": 1, "decoder_attention_heads": 2, "decoder_ffn_dim": 32, "max_target_positions": 8}
+    special = {"pad_token_id": 1, "bos_token_id": 1, "eos_token_id": 1, "decoder_start_token_id": 2}
+    config = WhisperConfig(**SIZES, **decoder, **special, vocab_size=50, max_source_positions=POSITIONS)
+    whisper = WhisperForConditionalGeneration(config).eval()
     model = WhisperForCTC.from_whisper(whisper, 7).eval()
     given, _ = features(2 * POSITIONS, 2 * POSITIONS)
     ours, theirs = model.encoder(given).last_hidden_state, whisper.model.encoder(given.mT).last_hidden_state
@@ -280,10 +276,7 @@ SEARCHES = ["greedy", "phonemes", *(pytest.param(one, marks=needs_search) for on
 
 @pytest.mark.parametrize("search", SEARCHES)
 def test_a_stream_goes_on_with_its_search(search, tmp_path, monkeypatch):
-    """What it finds is that of one search over all logits, to the bit in any pieces, whenever the text is asked for.
-
-    No frame is searched once it cannot change the text, and what is kept does not grow.
-    """
+    """It finds what one search over all logits finds, searches no frame much later, and its state does not grow."""
     tokenizer, lexicon = train_tokenizer(["A B AB"], "char"), None
     if search == "phonemes":  # whose text has no space at its end
         (tmp_path / "lexicon.txt").write_text("AB\tA B\nA\tA\n")
