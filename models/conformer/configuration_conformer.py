@@ -15,8 +15,8 @@ TRANSDUCER = "ConformerForTransducer"
 PREDICTION_NETWORKS = ("lstm", "stateless")
 
 
-_SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "conv_kernel_size")
-_SIZES += ("subsampling_conv_channels", "prediction_hidden_size", "joint_hidden_size")
+_SIZES = ["hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "conv_kernel_size"]
+_SIZES += ["subsampling_conv_channels", "prediction_hidden_size", "joint_hidden_size"]
 PRESETS = {
     name: dict(zip(_SIZES, sizes, strict=True))
     for name, *sizes in (

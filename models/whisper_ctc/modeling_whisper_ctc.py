@@ -24,9 +24,9 @@ from favor.models.whisper_ctc.streaming_whisper_ctc import WhisperCTCStream
 _logger = logging.get_logger(__name__)
 
 # Fields of a Whisper's configuration that describe its encoder.
-OF_ENCODER = ("activation_dropout", "activation_function", "attention_dropout", "d_model", "dropout", "init_std")
-OF_ENCODER += ("encoder_attention_heads", "encoder_ffn_dim", "encoder_layerdrop", "encoder_layers")
-OF_ENCODER += ("max_source_positions", "num_mel_bins")
+OF_ENCODER = ["activation_dropout", "activation_function", "attention_dropout", "d_model", "dropout", "init_std"]
+OF_ENCODER += ["encoder_attention_heads", "encoder_ffn_dim", "encoder_layerdrop", "encoder_layers"]
+OF_ENCODER += ["max_source_positions", "num_mel_bins"]
 
 
 class WhisperCTCEncoder(WhisperEncoder):

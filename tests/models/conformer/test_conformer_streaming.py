@@ -222,29 +222,6 @@ def test_models_that_cannot_stream_say_so(backend, options, causal, chunks, mess
             model(features(60), chunks=chunks)
 
 
-def test_what_cannot_stream_is_refused():
-    model, extractor = build(ConformerModel, "favor+"), ConformerFeatureExtractor(feature_size=10, **FIXED)
-    with pytest.raises(ValueError, match="evaluation mode"):
-        model.train().stream()
-    stream, short = model.eval().stream(extractor), features(60, batch=1)
-    recogniser, processor = build(ConformerForCTC, "sdpa", causal=False), make_processor("AB", **FIXED)
-    streams = [recogniser.transcribe_stream(processor, chunks=Chunks(size)) for size in (4, 8)]
-    chunked = build(ConformerModel, "favor+", {"exact_below": 100}, causal=False).stream(chunks=Chunks(4))
-    exact = favor.configure(build(ConformerModel, "favor+"), exact_below=32).stream()
-    for call, message in (
-        (lambda: model.stream(ConformerFeatureExtractor(feature_size=10)), 'normalize="none"'),
-        (lambda: stream.feed(np.zeros(1000, dtype=np.int16)), "divide 16-bit samples by 32768"),
-        (lambda: stream.feed(np.zeros((1000, 2), dtype=np.float32)), "one mono waveform"),
-        (lambda: model.stream().feed(np.zeros(1000)), "needs a feature_extractor"),
-        *((lambda own=own: own.feed_features(short), "exact_below=0") for own in (exact, chunked)),
-        *((lambda numbers=numbers: Chunks(*numbers), "at least") for numbers in ((0,), (4, -1))),
-        (lambda: Chunks.lasting(0.5, 0.04), r"whole number of frames of 0\.04 s, got 0\.5 s"),
-        (lambda: feed_streams(streams, [audio(100)] * 2), "same chunks"),
-    ):
-        with pytest.raises((TypeError, ValueError), match=message):
-            call()
-
-
 BLANK = {ConformerForCTC: 1.0, ConformerForTransducer: 0.5}  # so that all is there: tokens, words and silence
 SILENCE = EndpointRules(None, 0.2 + 1e-9, None)
 OFTEN = EndpointRules(0.28, 0.12, 0.8)
@@ -450,20 +427,33 @@ def test_the_layers_run_once_for_a_batch(monkeypatch):
 
 
 def test_what_cannot_be_is_refused():
-    model = talker(ConformerForCTC)
-    one, two, other = (own.transcribe_stream(PROCESSOR) for own in (model, model, talker(ConformerForCTC)))
+    model, both = talker(ConformerForCTC), talker(ConformerForCTC, "sdpa", causal=False)
+    with pytest.raises(ValueError, match="evaluation mode"):
+        model.train().stream()
+    one, two, other = (own.transcribe_stream(PROCESSOR) for own in (model.eval(), model, talker(ConformerForCTC)))
+    logits, piece = model.stream(PROCESSOR.feature_extractor), torch.zeros(900)
+    chunked = [both.transcribe_stream(PROCESSOR, chunks=Chunks(size)) for size in (4, 8)]
+    short = [build(ConformerModel, "favor+", {"exact_below": 100}, causal=False).stream(chunks=Chunks(4))]
+    short += [favor.configure(build(ConformerModel, "favor+"), exact_below=32).stream()]
     utterance = ConformerProcessor(ConformerFeatureExtractor(feature_size=10), PROCESSOR.tokenizer)
-    piece = torch.zeros(900)
     for call, message in (
+        (lambda: model.stream(utterance.feature_extractor), 'normalize="none"'),
+        (lambda: model.transcribe_stream(utterance), 'normalize="none"'),
+        (lambda: model.transcribe_stream(), "processor must be given"),
+        (lambda: model.stream(PROCESSOR), "for text call"),
+        (lambda: streaming.TranscriptStream(model.encoder, PROCESSOR), "must recognise speech"),
+        (lambda: logits.feed(piece.short()), "divide 16-bit samples by 32768"),
+        (lambda: logits.feed(torch.zeros(1000, 2)), "one mono waveform"),
+        (lambda: model.stream().feed(piece), "needs a feature_extractor"),
+        *((lambda own=own: own.feed_features(features(60, batch=1)), "exact_below=0") for own in short),
+        *((lambda numbers=numbers: Chunks(*numbers), "at least") for numbers in ((0,), (4, -1))),
+        (lambda: Chunks.lasting(0.5, 0.04), r"whole number of frames of 0\.04 s, got 0\.5 s"),
         (lambda: EndpointRules(rule2_min_trailing_silence=0), "rule2_min_trailing_silence must be"),
         (lambda: EndpointRules(rule3_min_utterance_length=float("nan")), "rule3_min_utterance_length must be"),
-        (lambda: streaming.TranscriptStream(model.encoder, PROCESSOR), "must recognise speech"),
-        (lambda: model.transcribe_stream(), "processor must be given"),
-        (lambda: model.transcribe_stream(utterance), 'normalize="none"'),
-        (lambda: model.stream(PROCESSOR), "for text call"),
         (lambda: feed_streams([one, one], [piece, piece]), "different ones with a piece each, got 2 streams and 2"),
         (lambda: feed_streams([one, two], [piece]), "got 2 streams and 1"),
         (lambda: feed_streams([one, other], [piece, piece]), "of one model"),
+        (lambda: feed_streams(chunked, [piece, piece]), "same chunks"),
         (lambda: feed_streams([one, two], [piece, torch.zeros(2, 9)]), "one mono waveform"),
     ):
         with pytest.raises((TypeError, ValueError), match=message):
