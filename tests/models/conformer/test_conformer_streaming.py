@@ -108,7 +108,8 @@ def test_audio_in_pieces_gives_logits_and_tokens_of_the_whole(kind, dtype, rtol,
         model.ctc_head.bias -= model(given).logits.mean((0, 1))  # so that no token is the best one everywhere
     expected = model(given).logits if kind is ConformerForCTC else model(given).last_hidden_state
     assert stream.latency == pytest.approx(0.145)
-    found = torch.cat([stream.feed(piece) for piece in np.split(sound, [10, 500, 9000, 9001, 31000])], dim=1)
+    cuts = [10, 500, 9000, 9001, *range(12000, 40000, 1000)]
+    found = torch.cat([stream.feed(piece) for piece in np.split(sound, cuts)], dim=1)
     assert found.dtype == dtype
     torch.testing.assert_close(found, expected, rtol=rtol, atol=atol)
     if dtype is torch.float32:
