@@ -28,7 +28,6 @@ class StoredBackend(PreTrainedConfig):
     is_counterpart: ClassVar[bool] = True  # of the configuration of transformers that it extends, for the same models
 
     def __post_init__(self, **kwargs: Any) -> None:
-        """Fills in the default backend and checks the options and sizes."""
         if kwargs.get("attn_implementation") is None:
             kwargs["attn_implementation"] = DEFAULT_BACKEND
         if self.favor is not None:

@@ -4,29 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import transformers
 from huggingface_hub.dataclasses import strict
-from transformers import (
-    AutoConfig,
-    AutoModel,
-    AutoModelForMaskedLM,
-    AutoModelForQuestionAnswering,
-    AutoModelForSequenceClassification,
-    AutoModelForTokenClassification,
-    AutoTokenizer,
-    BertConfig,
-    BertForMaskedLM,
-    BertForQuestionAnswering,
-    BertForSequenceClassification,
-    BertForTokenClassification,
-    BertModel,
-    BertTokenizer,
-)
 
 from favor.models.stored_backend import StoredBackend
 
 
 @strict
-class PerformerBertConfig(StoredBackend, BertConfig):
+class PerformerBertConfig(StoredBackend, transformers.BertConfig):
     """BERT's configuration plus an attention backend and its options, both written to `config.json`.
 
     Every field of `BertConfig` keeps its name and default. A `config.json` of plain BERT is read unchanged.
@@ -54,12 +39,12 @@ class PerformerBertConfig(StoredBackend, BertConfig):
     def get_config_dict(cls, *args: Any, **kwargs: Any) -> tuple[dict[str, Any], dict[str, Any]]:
         """Reads a `config.json`; one of plain BERT is read as one of Performer BERT, without a warning."""
         config_dict, unused = super().get_config_dict(*args, **kwargs)
-        if config_dict.get("model_type") == BertConfig.model_type:
+        if config_dict.get("model_type") == transformers.BertConfig.model_type:
             config_dict = {**config_dict, "model_type": cls.model_type}
         return config_dict, unused
 
 
-class PerformerBertModel(BertModel):
+class PerformerBertModel(transformers.BertModel):
     """BERT's encoder with a pooler.
 
     Any BERT checkpoint loads unchanged, in this class and in the others of Performer BERT:
@@ -79,34 +64,37 @@ class PerformerBertModel(BertModel):
     config_class = PerformerBertConfig
 
 
-class PerformerBertForMaskedLM(BertForMaskedLM):
+class PerformerBertForMaskedLM(transformers.BertForMaskedLM):
     """BERT with its masked language modelling head."""
 
     config_class = PerformerBertConfig
 
 
-class PerformerBertForSequenceClassification(BertForSequenceClassification):
+class PerformerBertForSequenceClassification(transformers.BertForSequenceClassification):
     """BERT with a classification or regression head on the pooled output."""
 
     config_class = PerformerBertConfig
 
 
-class PerformerBertForTokenClassification(BertForTokenClassification):
+class PerformerBertForTokenClassification(transformers.BertForTokenClassification):
     """BERT with a classification head on every token."""
 
     config_class = PerformerBertConfig
 
 
-class PerformerBertForQuestionAnswering(BertForQuestionAnswering):
+class PerformerBertForQuestionAnswering(transformers.BertForQuestionAnswering):
     """BERT with a head for the start and the end of an answer span."""
 
     config_class = PerformerBertConfig
 
 
-AutoConfig.register(PerformerBertConfig.model_type, PerformerBertConfig, exist_ok=True)
-AutoTokenizer.register(PerformerBertConfig, fast_tokenizer_class=BertTokenizer, exist_ok=True)
-AutoModel.register(PerformerBertConfig, PerformerBertModel, exist_ok=True)
-AutoModelForMaskedLM.register(PerformerBertConfig, PerformerBertForMaskedLM, exist_ok=True)
-AutoModelForSequenceClassification.register(PerformerBertConfig, PerformerBertForSequenceClassification, exist_ok=True)
-AutoModelForTokenClassification.register(PerformerBertConfig, PerformerBertForTokenClassification, exist_ok=True)
-AutoModelForQuestionAnswering.register(PerformerBertConfig, PerformerBertForQuestionAnswering, exist_ok=True)
+transformers.AutoConfig.register(PerformerBertConfig.model_type, PerformerBertConfig, exist_ok=True)
+transformers.AutoTokenizer.register(PerformerBertConfig, fast_tokenizer_class=transformers.BertTokenizer, exist_ok=True)
+for auto, kind in (
+    (transformers.AutoModel, PerformerBertModel),
+    (transformers.AutoModelForMaskedLM, PerformerBertForMaskedLM),
+    (transformers.AutoModelForSequenceClassification, PerformerBertForSequenceClassification),
+    (transformers.AutoModelForTokenClassification, PerformerBertForTokenClassification),
+    (transformers.AutoModelForQuestionAnswering, PerformerBertForQuestionAnswering),
+):
+    auto.register(PerformerBertConfig, kind, exist_ok=True)

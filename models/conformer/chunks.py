@@ -45,7 +45,6 @@ class Chunks:
     left: int | None = None
 
     def __post_init__(self) -> None:
-        """Checks the numbers."""
         if self.size < 1 or (self.left is not None and self.left < 0):
             raise ValueError(f"size must be at least 1 and left None or at least 0, got {self.size} and {self.left}.")
 

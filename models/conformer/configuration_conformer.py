@@ -15,27 +15,18 @@ TRANSDUCER = "ConformerForTransducer"
 PREDICTION_NETWORKS = ("lstm", "stateless")
 
 
-def _sizes(hidden: int, layers: int, heads: int, feed_forward: int, kernel: int, networks: int) -> dict[str, Any]:
-    """Gives the fields of a preset; the last size is that of the prediction and the joint network."""
-    return {
-        "hidden_size": hidden,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "intermediate_size": feed_forward,
-        "conv_kernel_size": kernel,
-        "subsampling_conv_channels": hidden,
-        "prediction_hidden_size": networks,
-        "joint_hidden_size": networks,
-    }
-
-
+_SIZES = ["hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "conv_kernel_size"]
+_SIZES += ["subsampling_conv_channels", "prediction_hidden_size", "joint_hidden_size"]
 PRESETS = {
-    # 1.7 M parameters with CTC: for tests and demonstrations on a CPU.
-    "tiny": _sizes(128, 4, 4, 512, 15, 128),
-    # 19 M parameters, between Conformer (S) and (M) of Gulati et al. 2020.
-    "small": _sizes(256, 12, 4, 1024, 31, 320),
-    # 124 M parameters. FAVOR# paper, sections 5.3.1 and B.3.1: 20 layers, model_dim 512, 8 heads.
-    "paper": _sizes(512, 20, 8, 2048, 31, 640),
+    name: dict(zip(_SIZES, sizes, strict=True))
+    for name, *sizes in (
+        # 1.7 M parameters with CTC: for tests and demonstrations on a CPU.
+        ("tiny", 128, 4, 4, 512, 15, 128, 128, 128),
+        # 19 M parameters, between Conformer (S) and (M) of Gulati et al. 2020.
+        ("small", 256, 12, 4, 1024, 31, 256, 320, 320),
+        # 124 M parameters. FAVOR# paper, sections 5.3.1 and B.3.1: 20 layers, model_dim 512, 8 heads.
+        ("paper", 512, 20, 8, 2048, 31, 512, 640, 640),
+    )
 }
 
 
@@ -110,7 +101,6 @@ class ConformerConfig(StoredBackend, LasrEncoderConfig):
     favor: dict[str, Any] | None = None
 
     def __post_init__(self, **kwargs: Any) -> None:
-        """Checks the values."""
         if self.prediction_network not in PREDICTION_NETWORKS:
             raise ValueError(
                 f"prediction_network must be one of {', '.join(PREDICTION_NETWORKS)}, got {self.prediction_network!r}."

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -24,11 +24,6 @@ class KeyValues:
 
     tensors: tuple[Tensor, ...] = ()
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the state."""
-        return sum(tensor.nbytes for tensor in self.tensors)
-
     def append(self, *new: Tensor) -> tuple[Tensor, ...]:
         """Adds the next keys and values and returns all of them."""
         pairs = zip(self.tensors, new, strict=True) if self.tensors else ((one,) for one in new)
@@ -49,12 +44,6 @@ class BlockState:
 
     convolution: Tensor
     attention: AttentionState | list[AttentionState]
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the state."""
-        parts = self.attention if isinstance(self.attention, list) else [self.attention]
-        return self.convolution.nbytes + sum(part.nbytes for part in parts)
 
     @classmethod
     def joined(cls, states: Sequence[BlockState]) -> BlockState:
@@ -92,8 +81,7 @@ class EncoderState:
     @property
     def nbytes(self) -> int:
         """Bytes of the state."""
-        kept = [tensor for tensor in (self.samples, self.features) if tensor is not None]
-        return sum(layer.nbytes for layer in self.layers) + sum(tensor.nbytes for tensor in kept)
+        return bytes_of(vars(self).values())
 
     def hear(self, new: Tensor, extractor: ConformerFeatureExtractor, encoder: ConformerModel) -> None:
         """Adds the next samples `[n]` of one recording."""
@@ -124,6 +112,14 @@ class EncoderState:
     def restart(self, encoder: ConformerModel) -> None:
         """Forgets what earlier frames left in the layers; samples and features that wait stay."""
         self.layers, self.position = EncoderState.empty(encoder).layers, 0
+
+
+def bytes_of(part: Any) -> int:
+    """Counts the bytes of all tensors in a state or in parts of one."""
+    if isinstance(part, Tensor | StreamState):
+        return part.nbytes
+    parts = vars(part).values() if isinstance(part, KeyValues | BlockState) else part
+    return sum(map(bytes_of, parts)) if isinstance(parts, Iterable) else 0
 
 
 def check_stream(model: Any, feature_extractor: ConformerFeatureExtractor | None, chunks: Chunks | None) -> None:

@@ -9,20 +9,18 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModel, AutoModelForCTC
 from transformers import initialization as init
 from transformers.masking_utils import create_bidirectional_mask, create_causal_mask
-from transformers.modeling_outputs import CausalLMOutput
 from transformers.models.lasr.modeling_lasr import (
     LasrEncoderRotaryEmbedding,
     LasrEncoderSubsampling,
     LasrPreTrainedModel,
 )
-from transformers.utils.generic import can_return_tuple
 from transformers.utils.output_capturing import capture_outputs
 
 from favor.models.conformer.chunks import EXACT, Chunks, check_chunks
 from favor.models.conformer.configuration_conformer import TRANSDUCER, ConformerConfig, subsampled_frames
 from favor.models.conformer.encoder_layers import ConformerAttention, ConformerBlock
 from favor.models.conformer.streaming import ConformerStream, TranscriptStream
-from favor.models.speech.encoder import Count, EncoderOutput, ctc_loss, frame_counts, right_padded
+from favor.models.speech.encoder import Count, EncoderOutput, check_features, right_padded
 from favor.models.speech.spans import EndpointRules
 from favor.models.speech.tokenizer import ConformerProcessor
 from favor.models.speech.transcription import TranscribesCTC, processor_of
@@ -98,11 +96,7 @@ class ConformerModel(ConformerPreTrainedModel):
 
     @capture_outputs
     def forward(
-        self,
-        input_features: Tensor,
-        attention_mask: Tensor | None = None,
-        chunks: Chunks | None = None,
-        **kwargs: Any,
+        self, input_features: Tensor, attention_mask: Tensor | None = None, chunks: Chunks | None = None, **kwargs: Any
     ) -> EncoderOutput:
         """Encodes log-mel features.
 
@@ -135,9 +129,7 @@ class ConformerModel(ConformerPreTrainedModel):
 
     def subsample(self, input_features: Tensor) -> Tensor:
         """Turns features `[B, T, num_mel_bins]` into frames `[B, L, C]`; raises ValueError if L would be 0."""
-        bins = self.config.num_mel_bins
-        if input_features.ndim != 3 or input_features.shape[-1] != bins:
-            raise ValueError(f"input_features must be [batch, time, {bins}], got {tuple(input_features.shape)}.")
+        check_features(input_features, self.config.num_mel_bins)
         length = input_features.shape[1]
         if self.subsampled_lengths(length) == 0:
             raise ValueError(f"{length} feature frames are too few for one frame of the encoder; pad the audio.")
@@ -208,37 +200,6 @@ class ConformerForCTC(TranscribesCTC, ConformerPreTrainedModel):
                 f'{TRANSDUCER}.from_pretrained. architectures=["{cls.__name__}"] here {head}.'
             )
         return super().from_pretrained(pretrained_model_name_or_path, *args, config=config, **kwargs)
-
-    @can_return_tuple
-    def forward(
-        self,
-        input_features: Tensor,
-        attention_mask: Tensor | None = None,
-        labels: Tensor | None = None,
-        **kwargs: Any,
-    ) -> CausalLMOutput:
-        """Computes logits of every frame, and the CTC loss if there are labels.
-
-        Args:
-            input_features: `[B, T, num_mel_bins]`.
-            attention_mask: `[B, T]`, as in `ConformerModel`.
-            labels: `[B, U]`, padded with -100. The blank is `config.pad_token_id`.
-            **kwargs: as in `ConformerModel`.
-
-        Returns:
-            `logits` `[B, L, vocab_size]`; `loss` by `config.ctc_loss_reduction`.
-        """
-        encoded = self.encoder(input_features, attention_mask, **kwargs)
-        logits = self.ctc_head(encoded.last_hidden_state)
-        loss = None if labels is None else ctc_loss(logits, frame_counts(encoded), labels, self.config)
-        return CausalLMOutput(
-            loss=loss, logits=logits, hidden_states=encoded.hidden_states, attentions=encoded.attentions
-        )
-
-    def frame_logits(self, input_features: Tensor, attention_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Gives logits `[B, L, vocab_size]`, and how many frames of each row are real, `[B]`."""
-        encoded = self.encoder(input_features, attention_mask)
-        return self.ctc_head(encoded.last_hidden_state), frame_counts(encoded)
 
 
 AutoConfig.register(ConformerConfig.model_type, ConformerConfig, exist_ok=True)

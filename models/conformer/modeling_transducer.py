@@ -126,11 +126,7 @@ class ConformerForTransducer(Transcribes, ConformerPreTrainedModel):
 
     @can_return_tuple
     def forward(
-        self,
-        input_features: Tensor,
-        attention_mask: Tensor | None = None,
-        labels: Tensor | None = None,
-        **kwargs: Any,
+        self, input_features: Tensor, attention_mask: Tensor | None = None, labels: Tensor | None = None, **kwargs: Any
     ) -> TransducerOutput:
         """Computes the encoder's frames, and the loss if there are labels.
 

@@ -1,12 +1,4 @@
-"""Parts of every model of speech: audio, tokens and text, searches, the Transducer loss.
-
-- `audio`: files as waveforms at any sampling rate; checks of waveforms
-- `tokenizer`, `pronunciations`, `spans`: tokens and words, features and labels behind one call, times of words
-- `ctc`, `alignment`: greedy search, prefix beam search, frames of tokens, forced alignment
-- `word_beam`, on `word_scorer` or `word_lexicon`, which use `ngram`: beam search with language models and hotwords
-- `lattice`, `transducer`: the loss of the Transducer and its searches
-- `encoder`, `transcription`: padding and CTC loss of encoders; `model.transcribe`
-"""
+"""Parts of every model of speech: audio, tokens and text, searches, the loss of the Transducer, `model.transcribe`."""
 
 from favor.models.speech.alignment import ctc_align, ctc_emissions
 from favor.models.speech.audio import read_file, resample
@@ -15,12 +7,7 @@ from favor.models.speech.lattice import joint_transducer_loss, transducer_loss
 from favor.models.speech.ngram import NgramModel, write_arpa
 from favor.models.speech.pronunciations import Pronunciations
 from favor.models.speech.spans import Emission, EndpointRules, Span, Utterance, join_segments, join_words
-from favor.models.speech.tokenizer import (
-    ConformerProcessor,
-    ConformerTokenizer,
-    normalize_transcript,
-    train_tokenizer,
-)
+from favor.models.speech.tokenizer import ConformerProcessor, ConformerTokenizer, normalize_transcript, train_tokenizer
 from favor.models.speech.transcription import Transcript
 from favor.models.speech.transducer import transducer_beam, transducer_emissions, transducer_greedy
 from favor.models.speech.word_beam import ctc_word_beam

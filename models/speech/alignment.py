@@ -49,12 +49,7 @@ def ctc_emissions(logits: Tensor, lengths: Tensor | Sequence[int], blank: int = 
 
 
 @torch.no_grad()
-def ctc_align(
-    logits: Tensor,
-    lengths: Tensor | Sequence[int],
-    labels: Tensor,
-    blank: int = 0,
-) -> list[list[Emission]]:
+def ctc_align(logits: Tensor, lengths: Tensor | Sequence[int], labels: Tensor, blank: int = 0) -> list[list[Emission]]:
     """Aligns texts that are known to the frames: the most probable CTC path that gives them (Viterbi).
 
     The path goes through the labels with blanks around them, 2 U + 1 states, and stays, steps, or skips a blank

@@ -110,20 +110,10 @@ def file_seconds(path: str | Path) -> float:
 
 
 def read_piece(path: str | Path, sampling_rate: int, samples: int | None = None, place: float = 0.0) -> np.ndarray:
-    """Reads a part of an audio file, converted to a sampling rate; of several channels the first.
+    """Reads samples `[n]` of an audio file, or all, converted to a rate in Hz; of several channels the first.
 
-    Args:
-        path: the file.
-        sampling_rate: wanted rate in Hz.
-        samples: wanted number. Default None: the whole file.
-        place: where the piece begins, from 0 for the start of the file up to 1 for the last place where it fits. A file
-            that is shorter than the piece is repeated, from its start. Default 0.
-
-    Returns:
-        `[samples]`, float32.
-
-    Raises:
-        ValueError: as `read_file`; the message names the file.
+    The piece begins at a place from 0, the start of the file, to 1, the last one where it fits. A file that is shorter
+    than the piece is repeated, from its start. Raises ValueError as `read_file`.
     """
     with _opened(path, str(path)) as (stream, most):
         ratio = _ratio(stream.samplerate, sampling_rate, str(path))

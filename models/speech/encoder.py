@@ -57,6 +57,12 @@ def right_padded(attention_mask: Tensor, input_features: Tensor) -> Tensor:
     return given
 
 
+def check_features(input_features: Tensor, bins: int) -> None:
+    """Raises ValueError for features that are not `[B, T, bins]`."""
+    if input_features.ndim != 3 or input_features.shape[-1] != bins:
+        raise ValueError(f"input_features must be [batch, time, {bins}], got {tuple(input_features.shape)}.")
+
+
 def frame_counts(encoded: EncoderOutput) -> Tensor:
     """Counts the real frames `[B]` of an encoder's output."""
     hidden: Any = encoded.last_hidden_state

@@ -320,12 +320,7 @@ def _kind(given: Any) -> Any:
 
 
 def _checked(
-    targets: Tensor,
-    logit_lengths: Tensor,
-    target_lengths: Tensor,
-    shape: Sequence[int],
-    blank: int,
-    reduction: str,
+    targets: Tensor, logit_lengths: Tensor, target_lengths: Tensor, shape: Sequence[int], blank: int, reduction: str
 ) -> tuple[list[int], list[int], Tensor, int]:
     """Gives frames and labels per sequence, targets `[B, U + 1]`, 0 for padding, and the largest id."""
     if reduction not in REDUCTIONS:

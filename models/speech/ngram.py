@@ -35,6 +35,7 @@ class NgramModel:
 
     Attributes:
         words: that the model knows, without `<s>`, `</s>` and `<unk>`.
+        kenlm: the model as flashlight-text has it, whose words are numbers and whose logarithms have the base 10.
 
     Raises:
         ImportError: if the package flashlight-text is not installed.
@@ -47,9 +48,7 @@ class NgramModel:
         ...     model = NgramModel(write_arpa(["GOOD DAY", "GOOD MORNING"], f"{folder}/lm.arpa"))
         >>> sorted(model.words)
         ['DAY', 'GOOD', 'MORNING']
-        >>> _, log_prob = model.score(model.start(), "GOOD")
-        >>> _, less = model.score(model.start(), "DAY")
-        >>> log_prob > less
+        >>> model.score(model.start(), "GOOD")[1] > model.score(model.start(), "DAY")[1]
         True
     """
 
@@ -62,17 +61,12 @@ class NgramModel:
             raise ValueError(f"language_model must be an ARPA file or a binary file of KenLM; {path} is no file.")
         found = list(dict.fromkeys([UNKNOWN, *_words_of(Path(path))]))
         try:
-            self._model = KenLM(str(path), Dictionary(found))
+            self.kenlm = KenLM(str(path), Dictionary(found))
         except RuntimeError as error:
             reason = str(error).splitlines()[-1]
             raise ValueError(f"{path} cannot be read as a language model: {reason}") from error
         self._index = {word: index for index, word in enumerate(found)}
         self.words = frozenset(found) - {*SPECIAL, UNKNOWN.upper()}
-
-    @property
-    def kenlm(self) -> Any:
-        """The model as flashlight-text has it, whose words are numbers and whose logarithms have the base 10."""
-        return self._model
 
     def index(self, word: str) -> int:
         """Gives the number of a word in `kenlm`, that of `<unk>` for a word that is not known."""
@@ -80,16 +74,16 @@ class NgramModel:
 
     def start(self, in_text: bool = False) -> Any:
         """Gives the state at the beginning of a text; with `in_text` that in a text after words that are not known."""
-        return self._model.start(in_text)
+        return self.kenlm.start(in_text)
 
     def score(self, state: Any, word: str) -> tuple[Any, float]:
         """Gives the state after one more word, and the log probability of the word."""
-        after, log10 = self._model.score(state, self.index(word))
+        after, log10 = self.kenlm.score(state, self.index(word))
         return after, LN10 * log10
 
     def finish(self, state: Any) -> float:
         """Gives the log probability that the text ends here."""
-        return LN10 * self._model.finish(state)[1]
+        return LN10 * self.kenlm.finish(state)[1]
 
 
 def _words_of(path: Path) -> list[str]:

@@ -8,7 +8,7 @@ from pathlib import Path
 from tokenizers import Regex, Tokenizer, decoders, normalizers, pre_tokenizers
 from tokenizers.models import WordLevel
 
-from favor.models.speech.tokenizer import SPACE, SPECIAL, ConformerTokenizer
+from favor.models.speech.tokenizer import SPACE, SPECIAL, ConformerTokenizer, tokenizer_of
 
 LEXICON_FILE = "lexicon.txt"
 BETWEEN = "-"  # between the phonemes of a word
@@ -95,16 +95,7 @@ class Pronunciations:
         """Makes a tokenizer of texts of phonemes: the special tokens, the space, and a token for each phoneme."""
         phonemes = sorted({phoneme for own in self.spoken.values() for one in own for phoneme in one})
         ids = {token: place for place, token in enumerate([*SPECIAL, SPACE, *phonemes])}
-        pad, end, unk = SPECIAL
-        backend = Tokenizer(WordLevel(ids, unk_token=unk))
-        backend.normalizer = normalizers.Sequence(
-            [
-                normalizers.Replace(Regex(r"\s+"), " "),
-                normalizers.Strip(),
-                normalizers.Replace(" ", f"{BETWEEN}{SPACE}{BETWEEN}"),
-                normalizers.Prepend(f"{SPACE}{BETWEEN}"),
-            ]
-        )
+        backend = Tokenizer(WordLevel(ids, unk_token=SPECIAL[2]))
         backend.pre_tokenizer = pre_tokenizers.Split(BETWEEN, "removed")
         # Tokens with spaces between them, then hyphens in place of these, but for those around a space of the text.
         backend.decoder = decoders.Sequence(
@@ -116,9 +107,8 @@ class Pronunciations:
                 decoders.Replace(Regex("^ +| +$"), ""),  # Strip panics at an empty text
             ]
         )
-        return ConformerTokenizer(
-            tokenizer_object=backend, pad_token=pad, eos_token=end, unk_token=unk, padding_side="right"
-        )
+        between = normalizers.Replace(" ", f"{BETWEEN}{SPACE}{BETWEEN}"), normalizers.Prepend(f"{SPACE}{BETWEEN}")
+        return tokenizer_of(backend, *between)
 
     def check(self, tokenizer: ConformerTokenizer) -> None:
         """Raises ValueError if none of the words can be written in the tokens of a model."""

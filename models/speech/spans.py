@@ -154,7 +154,6 @@ class EndpointRules:
     rule3_min_utterance_length: float | None = 20.0
 
     def __post_init__(self) -> None:
-        """Checks the values."""
         for field in fields(self):
             value = getattr(self, field.name)
             if value is not None and not value > 0:

@@ -170,11 +170,7 @@ class ConformerProcessor(LasrProcessor):
     """
 
     def __call__(  # type: ignore[override]
-        self,
-        audio: Any = None,
-        text: str | list[str] | None = None,
-        sampling_rate: int | None = None,
-        **kwargs: Any,
+        self, audio: Any = None, text: str | list[str] | None = None, sampling_rate: int | None = None, **kwargs: Any
     ) -> BatchFeature:
         """Makes model inputs of audio, of transcripts, or of both.
 
@@ -213,10 +209,7 @@ class ConformerProcessor(LasrProcessor):
 
 
 def train_tokenizer(
-    texts: Iterable[str],
-    model_type: str = "unigram",
-    vocab_size: int | None = None,
-    folder: str | Path | None = None,
+    texts: Iterable[str], model_type: str = "unigram", vocab_size: int | None = None, folder: str | Path | None = None
 ) -> ConformerTokenizer:
     """Trains word pieces with sentencepiece (Kudo and Richardson 2018, arXiv:1808.06226).
 
@@ -273,7 +266,9 @@ def _train(lines: list[str], model_type: str, vocab_size: int) -> bytes:
     """Trains the sentencepiece model and gives it serialized."""
     import sentencepiece
 
-    out = io.BytesIO()
+    out, special = io.BytesIO(), dict[str, Any]()
+    for number, name in enumerate(("pad", "eos", "unk")):
+        special |= {f"{name}_id": number, f"{name}_piece": SPECIAL[number]}
     try:
         sentencepiece.SentencePieceTrainer.train(
             sentence_iterator=iter(lines),
@@ -286,14 +281,9 @@ def _train(lines: list[str], model_type: str, vocab_size: int) -> bytes:
             max_sentence_length=4 * max(map(len, lines)) + 16,
             # Sums of floats depend on the number of threads.
             num_threads=1,
-            pad_id=0,
-            eos_id=1,
-            unk_id=2,
             bos_id=-1,
-            pad_piece=SPECIAL[0],
-            eos_piece=SPECIAL[1],
-            unk_piece=SPECIAL[2],
             minloglevel=2,
+            **special,
         )
     except RuntimeError as error:
         limit = re.search(r"Vocabulary size too high .*<= (\d+)", str(error))
@@ -321,9 +311,14 @@ def _from_pieces(pieces: sentencepiece.SentencePieceProcessor, model_type: str) 
         backend = Tokenizer(BPE(vocab=ids, merges=merges, unk_token=SPECIAL[unknown], fuse_unk=True))
     else:
         backend = Tokenizer(Unigram(list(scores.items()), unk_id=unknown, byte_fallback=False))
-    backend.normalizer = normalizers.Sequence([normalizers.Replace(Regex(r"\s+"), " "), normalizers.Strip()])
     backend.pre_tokenizer = pre_tokenizers.Metaspace(replacement=SPACE, prepend_scheme="always")
     backend.decoder = decoders.Metaspace(replacement=SPACE, prepend_scheme="always")
+    return tokenizer_of(backend)
+
+
+def tokenizer_of(backend: Tokenizer, *more: normalizers.Normalizer) -> ConformerTokenizer:
+    """Makes a tokenizer that takes any white space for one space, and then normalises more."""
+    backend.normalizer = normalizers.Sequence([normalizers.Replace(Regex(r"\s+"), " "), normalizers.Strip(), *more])
     pad, end, unk = SPECIAL
     return ConformerTokenizer(
         tokenizer_object=backend, pad_token=pad, eos_token=end, unk_token=unk, padding_side="right"

@@ -10,10 +10,13 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from transformers.modeling_outputs import CausalLMOutput
+from transformers.utils.generic import can_return_tuple
 
 from favor.integrations.modules import evaluating
 from favor.models.speech.audio import file_seconds, read_file
 from favor.models.speech.ctc import check_beam
+from favor.models.speech.encoder import EncoderOutput, ctc_loss, frame_counts
 from favor.models.speech.ngram import NgramModel
 from favor.models.speech.pronunciations import Pronunciations, lexicon_of
 from favor.models.speech.spans import Emission, Span, in_seconds, join_segments, join_words
@@ -135,18 +138,9 @@ class Transcribes:
         if beam_size is not None:
             check_beam(beam_size)
         lexicon = lexicon_of(lexicon, self.name_or_path)
-        scorer = searched_words(
-            self,
-            processor.tokenizer,
-            beam_size,
-            known_words,
-            lexicon,
-            language_model=language_model,
-            lm_weight=lm_weight,
-            word_score=word_score,
-            hotwords=hotwords,
-            hotword_weight=hotword_weight,
-        )
+        words = {"language_model": language_model, "lm_weight": lm_weight, "word_score": word_score}
+        words |= {"hotwords": hotwords, "hotword_weight": hotword_weight}
+        scorer = searched_words(self, processor.tokenizer, beam_size, known_words, lexicon, **words)
         if scorer is None and beam_size not in (None, 1):
             check_searches_words(self, "beam_size")
             scorer = WordScorer(processor.tokenizer)
@@ -162,8 +156,7 @@ class Transcribes:
                 chosen = order[first : first + batch_size]
                 waveforms = [_waveform(recordings[index], f"waveform {index}", self, processor) for index in chosen]
                 inputs = processor(waveforms, sampling_rate=rate).to(self.device, self.dtype)
-                features, mask = inputs["input_features"], inputs["attention_mask"]
-                rows = self.emissions(features, mask, **search)
+                rows = self.emissions(**inputs, **search)
                 seconds = self.config.samples_per_frame / rate
                 for index, row in zip(chosen, rows, strict=True):
                     found[index] = Transcript.of(row, processor, seconds, lexicon, return_timestamps, pause)
@@ -171,7 +164,42 @@ class Transcribes:
 
 
 class TranscribesCTC(Transcribes):
-    """`transcribe` of a model with CTC: its `frame_logits` gives logits `[B, L, V]` and the real frames `[B]`."""
+    """A model with an `encoder` and CTC: `frame_logits` gives logits `[B, L, V]` and the real frames `[B]`."""
+
+    @can_return_tuple
+    def forward(
+        self: Any,
+        input_features: Tensor,
+        attention_mask: Tensor | None = None,
+        labels: Tensor | None = None,
+        **kwargs: Any,
+    ) -> CausalLMOutput:
+        """Computes logits of every frame, and the CTC loss if there are labels.
+
+        Args:
+            input_features: `[B, T, num_mel_bins]`.
+            attention_mask: `[B, T]`, 1 for real frames, which come first. Default: all real.
+            labels: `[B, U]`, padded with -100. The blank is `config.pad_token_id`.
+            **kwargs: for the encoder, such as `chunks` of a Conformer, and for its attention backend.
+
+        Returns:
+            `logits` `[B, L, vocab_size]`, L as the encoder has it; `loss` by `config.ctc_loss_reduction`.
+        """
+        encoded = self.encoder(input_features, attention_mask, **kwargs)
+        logits = self.logits_of(encoded)
+        loss = None if labels is None else ctc_loss(logits, frame_counts(encoded), labels, self.config)
+        return CausalLMOutput(
+            loss=loss, logits=logits, hidden_states=encoded.hidden_states, attentions=encoded.attentions
+        )
+
+    def logits_of(self: Any, encoded: EncoderOutput) -> Tensor:
+        """Gives logits `[B, L, vocab_size]` of the encoder's output."""
+        return self.ctc_head(encoded.last_hidden_state)
+
+    def frame_logits(self: Any, input_features: Tensor, attention_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Gives logits `[B, L, vocab_size]`, and how many frames of each row are real, `[B]`."""
+        encoded = self.encoder(input_features, attention_mask)
+        return self.logits_of(encoded), frame_counts(encoded)
 
     @torch.no_grad()
     def emissions(

@@ -61,8 +61,7 @@ def transducer_greedy(
         >>> from favor.models.conformer import ConformerConfig, ConformerForTransducer
         >>> from favor.models.speech import transducer_greedy
         >>> model = ConformerForTransducer(ConformerConfig.preset("tiny", vocab_size=32)).eval()
-        >>> with torch.no_grad():
-        ...     len(transducer_greedy(model, torch.randn(2, 5, 128), [5, 3]))
+        >>> len(transducer_greedy(model, torch.randn(2, 5, 128), [5, 3]))
         2
     """
     found = transducer_emissions(model, hidden, lengths, max_symbols, context)
@@ -97,8 +96,7 @@ def transducer_emissions(
         >>> from favor.models.conformer import ConformerConfig, ConformerForTransducer
         >>> from favor.models.speech import transducer_emissions
         >>> model = ConformerForTransducer(ConformerConfig.preset("tiny", vocab_size=32)).eval()
-        >>> with torch.no_grad():
-        ...     len(transducer_emissions(model, torch.randn(2, 5, 128), [5, 3]))
+        >>> len(transducer_emissions(model, torch.randn(2, 5, 128), [5, 3]))
         2
     """
     ends = checked_lengths("hidden", hidden, lengths)
@@ -109,13 +107,13 @@ def transducer_emissions(
     rows = [row for row, end in enumerate(ends) if end > 0]
     if not rows:
         return found
-    prediction, *state = context if context else begin(model, hidden)
-    if context is not None and not context:
-        context += [prediction, *state]
+    parts = context or begin(model, hidden)
+    if context is not None:
+        context[:] = parts
     while rows:
         where = torch.tensor(rows, device=hidden.device)
         times = torch.tensor([frames[row] for row in rows], device=hidden.device)
-        logits = model.join(hidden[where, times], prediction[where])
+        logits = model.join(hidden[where, times], parts[0][where])
         labels, precision = logits.argmax(-1), torch.promote_types(logits.dtype, torch.float32)
         sure = logits.softmax(-1, dtype=precision).gather(-1, labels[:, None])[:, 0]
         for row, label, probability in zip(rows, labels.tolist(), sure.tolist(), strict=True):
@@ -128,7 +126,7 @@ def transducer_emissions(
                 frames[row] += 1
                 emitted[row] = 0
         more = labels != BLANK
-        _advance(model, prediction, state, where[more], labels[more])
+        _advance(model, parts, where[more], labels[more])
         rows = [row for row in rows if frames[row] < ends[row]]
     return found
 
@@ -165,8 +163,7 @@ def transducer_beam(
         >>> from favor.models.conformer import ConformerConfig, ConformerForTransducer
         >>> from favor.models.speech import transducer_beam
         >>> model = ConformerForTransducer(ConformerConfig.preset("tiny", vocab_size=32)).eval()
-        >>> with torch.no_grad():
-        ...     len(transducer_beam(model, torch.randn(2, 5, 128), [5, 3]))
+        >>> len(transducer_beam(model, torch.randn(2, 5, 128), [5, 3]))
         2
     """
     ends = checked_lengths("hidden", hidden, lengths)
@@ -174,9 +171,8 @@ def transducer_beam(
     if not any(ends):
         return [[Hypothesis([], 0.0)] for _ in ends]
     rows, device = len(ends), hidden.device
-    prediction, *state = begin(model, hidden)
+    parts = [part.repeat_interleave(beam_size, 0) for part in begin(model, hidden)]
     offsets = beam_size * torch.arange(rows, device=device)[:, None]
-    prediction, state = _pick(prediction, state, torch.arange(rows, device=device).repeat_interleave(beam_size))
     limits = torch.tensor(ends, device=device)[:, None, None]
     precision = torch.promote_types(hidden.dtype, torch.float32)
     scores = torch.full((rows, beam_size), -math.inf, dtype=precision, device=device)
@@ -184,7 +180,7 @@ def transducer_beam(
     prefixes = Prefixes()
     nodes: list[list[int | None]] = [[0] + [None] * (beam_size - 1) for _ in ends]
     for time in range(max(ends)):
-        logits = model.join(hidden[:, time, None], prediction.view(rows, beam_size, -1))
+        logits = model.join(hidden[:, time, None], parts[0].view(rows, beam_size, -1))
         log_probs = torch.log_softmax(logits, -1, dtype=precision)
         # A row that has ended can only stay as it is.
         stay = torch.full_like(log_probs[:1, :1], -math.inf)
@@ -194,9 +190,9 @@ def transducer_beam(
         scores, best = extended.flatten(1).topk(beam_size, -1)
         source, label = best // log_probs.shape[-1], best % log_probs.shape[-1]
         nodes = _follow(nodes, prefixes, scores, source, label)
-        prediction, state = _pick(prediction, state, (offsets + source).flatten())
+        parts = [part[(offsets + source).flatten()] for part in parts]
         more = ((label != BLANK) & (scores > -math.inf)).flatten().nonzero()[:, 0]
-        _advance(model, prediction, state, more, label.flatten()[more])
+        _advance(model, parts, more, label.flatten()[more])
     if scores.isnan().any():
         raise ValueError(DIVERGED)
     return [
@@ -212,18 +208,12 @@ def begin(model: Transducer, hidden: Tensor) -> list[Tensor]:
     return [prediction[:, 0].clone(), *(part.clone() for part in state or ())]
 
 
-def _advance(model: Transducer, prediction: Tensor, state: Sequence[Tensor], rows: Tensor, tokens: Tensor) -> None:
-    """Writes prediction and state of `rows` after one more token each."""
-    if not len(rows):
-        return
-    after, parts = model.predict(tokens[:, None], tuple(part[rows] for part in state))
-    prediction[rows] = after[:, 0]
-    for old, new in zip(state, parts or (), strict=True):
-        old[rows] = new
-
-
-def _pick(prediction: Tensor, state: Sequence[Tensor], rows: Tensor) -> tuple[Tensor, list[Tensor]]:
-    return prediction[rows], [part[rows] for part in state]
+def _advance(model: Transducer, parts: list[Tensor], rows: Tensor, tokens: Tensor) -> None:
+    """Writes prediction and state, the parts that `begin` gives, of `rows` after one more token each."""
+    if len(rows):
+        after, state = model.predict(tokens[:, None], tuple(part[rows] for part in parts[1:]))
+        for old, new in zip(parts, (after[:, 0], *(state or ())), strict=True):
+            old[rows] = new
 
 
 def _merge(extended: Tensor, nodes: list[list[int | None]], prefixes: Prefixes) -> None:

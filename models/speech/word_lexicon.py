@@ -19,7 +19,7 @@ from favor.models.speech.ctc import Hypothesis
 from favor.models.speech.ngram import LN10, NgramModel
 from favor.models.speech.pronunciations import Pronunciations
 from favor.models.speech.tokenizer import SPACE, ConformerTokenizer
-from favor.models.speech.word_scorer import LM_WEIGHT, THRESHOLD, WORD_SCORE, checked_weight
+from favor.models.speech.word_scorer import LM_WEIGHT, THRESHOLD, WORD_SCORE, check_words, checked_weight
 
 SURE = math.log(0.999)  # of a blank, for the search alone
 HOMOPHONES = 6  # words with the same tokens that the tree of flashlight-text can hold
@@ -84,12 +84,7 @@ class WordLexicon:
             if alike[ids] <= HOMOPHONES:
                 self.names[self.model.index(word)] = word
                 self.tree.insert([*ids, self.space], self.model.index(word), log_prob / LN10)
-        if not self.names:
-            said = "pronounce" if self.is_spoken else "write"
-            raise ValueError(
-                f"language_model has no word that the tokenizer can {said}; one of its words is "
-                f"{min(self.model.words, default='')!r}. Write its texts as the transcripts of the speech model."
-            )
+        check_words(bool(self.names), self.model, "pronounce" if self.is_spoken else "write")
         self.tree.smear(SmearingMode.MAX)
 
     def _spelled(
@@ -98,12 +93,13 @@ class WordLexicon:
         """Gives words with their log probabilities and tokens, the most probable words first."""
         anywhere = self.model.start(in_text=True)
         log_probs = {word: self.model.score(anywhere, word)[1] for word in self.model.words}
-        words, written = [], []
-        for word in sorted(log_probs, key=lambda one: (-log_probs[one], one)):
-            for text in [word] if pronunciations is None else pronunciations.spellings(word):
-                words.append(word)
-                written.append(text)
-        for word, ids in zip(words, tokenizer(written)["input_ids"] if written else (), strict=True):
+        said = [
+            (word, text)
+            for word in sorted(log_probs, key=lambda one: (-log_probs[one], one))
+            for text in ([word] if pronunciations is None else pronunciations.spellings(word))
+        ]
+        rows = tokenizer([text for _, text in said])["input_ids"] if said else ()
+        for (word, _), ids in zip(said, rows, strict=True):
             if tokenizer.unk_token_id in ids:
                 continue
             if ids[0] != self.space or self.space in ids[1:]:

@@ -97,11 +97,8 @@ class WordScorer:
                     f"{''.join(sorted(wrong))!r} of {phrase!r}."
                 )
         model = NgramModel(language_model) if isinstance(language_model, str | Path) else language_model
-        if model is not None and not any({*word} <= letters for word in model.words):
-            raise ValueError(
-                f"language_model has no word that the tokenizer can write; one of its words is "
-                f"{min(model.words, default='')!r}. Write its texts as the transcripts of the speech model."
-            )
+        if model is not None:
+            check_words(any({*word} <= letters for word in model.words), model, "write")
         self.language_model = model
         self.num_tokens = len(pieces)
         self._pieces = [piece.split(SPACE) for piece in pieces]
@@ -140,27 +137,26 @@ class WordScorer:
 
     def score(self, tokens: Sequence[int]) -> float:
         """Gives the score of a whole text, as token ids without blanks."""
-        context, total = self.start(), 0.0
-        for token in tokens:
-            context, gain = self.advance(context, token)
-            total += gain
+        context, total = self._through(self.start(), tokens)
         return total + self.finish(context)
 
     def after(self, context: Context, text: Hypothesis) -> Context:
         """Gives the context after the text of a piece."""
-        for token in text.tokens:
-            context, _ = self.advance(context, token)
-        return context
+        return self._through(context, text.tokens)[0]
+
+    def _through(self, context: Context, tokens: Sequence[int]) -> tuple[Context, float]:
+        total = 0.0
+        for token in tokens:
+            context, gain = self.advance(context, token)
+            total += gain
+        return context, total
 
     def cut(self, log_probs: Tensor, blank: int) -> int:
         """Gives the best of some frames for the end of a piece: the likeliest blank."""
         return int(log_probs[:, blank].argmax())
 
     def search(self, log_probs: Tensor, context: Context, ends: bool, beam_size: int, blank: int) -> list[Hypothesis]:
-        """Searches a piece `[n, V]` from a context on, by the decoder of flashlight-text without a lexicon.
-
-        `ends` says whether the text ends with it.
-        """
+        """Searches a piece `[n, V]`, with which the text may end, from a context on; no lexicon limits the words."""
         from flashlight.lib.text.decoder import CriterionType, LexiconFreeDecoder, LexiconFreeDecoderOptions
 
         scores = _adapter()(self, context, ends)
@@ -208,6 +204,15 @@ def _weight(name: str, value: float | None, default: float, absent: str | bool, 
     if absent:
         raise ValueError(f"{name} needs {absent}, which is not given.")
     return checked_weight(name, value, least)
+
+
+def check_words(has_some: bool, model: NgramModel, said: str) -> None:
+    """Raises ValueError if a language model has no word that can be written, or pronounced, in the tokens."""
+    if not has_some:
+        raise ValueError(
+            f"language_model has no word that the tokenizer can {said}; one of its words is "
+            f"{min(model.words, default='')!r}. Write its texts as the transcripts of the speech model."
+        )
 
 
 def checked_weight(name: str, value: float, least: float | None = None) -> float:

@@ -59,7 +59,6 @@ class WhisperCTCConfig(StoredBackend, WhisperConfig):
     favor: dict[str, Any] | None = None
 
     def __post_init__(self, **kwargs: Any) -> None:
-        """Checks the values."""
         if self.ctc_loss_reduction not in ("mean", "sum"):
             raise ValueError(f"ctc_loss_reduction must be mean or sum, got {self.ctc_loss_reduction!r}.")
         if self.head_layers < 0 or self.head_kernel_size < 1 or self.head_kernel_size % 2 == 0:

@@ -94,6 +94,4 @@ class WhisperCTCFeatureExtractor(WhisperFeatureExtractor):
         lengths = torch.tensor([len(one) for one in frames])
         mask = torch.arange(int(lengths.max())) < lengths[:, None]
         found = {"input_features": pad_sequence(frames, True), "attention_mask": mask}
-        if return_tensors == "np":
-            return BatchFeature({name: tensor.numpy() for name, tensor in found.items()})
-        return BatchFeature(found)
+        return BatchFeature(found, tensor_type=return_tensors)

@@ -11,13 +11,11 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoConfig, AutoModelForCTC, WhisperForConditionalGeneration, WhisperModel
 from transformers import initialization as init
 from transformers.masking_utils import create_bidirectional_mask, create_bidirectional_sliding_window_mask
-from transformers.modeling_outputs import CausalLMOutput
 from transformers.models.whisper.modeling_whisper import WhisperEncoder, WhisperPreTrainedModel, sinusoids
 from transformers.utils import logging
-from transformers.utils.generic import can_return_tuple
 from transformers.utils.output_capturing import capture_outputs
 
-from favor.models.speech.encoder import Count, EncoderOutput, PaddedBatchNorm, ctc_loss, frame_counts, right_padded
+from favor.models.speech.encoder import Count, EncoderOutput, PaddedBatchNorm, check_features, right_padded
 from favor.models.speech.tokenizer import ConformerProcessor
 from favor.models.speech.transcription import TranscribesCTC
 from favor.models.whisper_ctc.configuration_whisper_ctc import WhisperCTCConfig
@@ -26,20 +24,9 @@ from favor.models.whisper_ctc.streaming_whisper_ctc import WhisperCTCStream
 _logger = logging.get_logger(__name__)
 
 # Fields of a Whisper's configuration that describe its encoder.
-OF_ENCODER = (
-    "activation_dropout",
-    "activation_function",
-    "attention_dropout",
-    "d_model",
-    "dropout",
-    "encoder_attention_heads",
-    "encoder_ffn_dim",
-    "encoder_layerdrop",
-    "encoder_layers",
-    "init_std",
-    "max_source_positions",
-    "num_mel_bins",
-)
+OF_ENCODER = ["activation_dropout", "activation_function", "attention_dropout", "d_model", "dropout", "init_std"]
+OF_ENCODER += ["encoder_attention_heads", "encoder_ffn_dim", "encoder_layerdrop", "encoder_layers"]
+OF_ENCODER += ["max_source_positions", "num_mel_bins"]
 
 
 class WhisperCTCEncoder(WhisperEncoder):
@@ -90,9 +77,7 @@ class WhisperCTCEncoder(WhisperEncoder):
 
     def subsample(self, input_features: Tensor, attention_mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """Turns features `[B, T, num_mel_bins]` into frames `[B, L, C]` and their mask `[B, L]`."""
-        bins = self.config.num_mel_bins
-        if input_features.ndim != 3 or input_features.shape[-1] != bins:
-            raise ValueError(f"input_features must be [batch, time, {bins}], got {tuple(input_features.shape)}.")
+        check_features(input_features, self.config.num_mel_bins)
         features = input_features.transpose(1, 2)
         if attention_mask is None:
             frames, real = functional.gelu(self.conv1(features)), None
@@ -220,31 +205,9 @@ class WhisperForCTC(TranscribesCTC, WhisperPreTrainedModel):
         """Counts encoder frames, given numbers of feature frames: of an utterance, or `[B]`."""
         return (lengths + 1) // 2
 
-    @can_return_tuple
-    def forward(
-        self,
-        input_features: Tensor,
-        attention_mask: Tensor | None = None,
-        labels: Tensor | None = None,
-        **kwargs: Any,
-    ) -> CausalLMOutput:
-        """Computes logits of every frame, and the CTC loss if there are labels.
-
-        Args:
-            input_features: `[B, T, num_mel_bins]`.
-            attention_mask: `[B, T]`, 1 for real frames, which come first. Default: all real.
-            labels: `[B, U]`, padded with -100. The blank is `config.pad_token_id`.
-            **kwargs: for the attention backend.
-
-        Returns:
-            `logits` `[B, L, vocab_size]` with L = ceil(T / 2); `loss` by `config.ctc_loss_reduction`.
-        """
-        encoded = self.encoder(input_features, attention_mask, **kwargs)
-        logits = self.ctc_head(encoded.last_hidden_state, encoded.attention_mask)
-        loss = None if labels is None else ctc_loss(logits, frame_counts(encoded), labels, self.config)
-        return CausalLMOutput(
-            loss=loss, logits=logits, hidden_states=encoded.hidden_states, attentions=encoded.attentions
-        )
+    def logits_of(self, encoded: EncoderOutput) -> Tensor:
+        """Gives logits `[B, L, vocab_size]` of the encoder's output."""
+        return self.ctc_head(encoded.last_hidden_state, encoded.attention_mask)
 
     @torch.no_grad()
     def window_logits(self, input_features: Tensor, attention_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:

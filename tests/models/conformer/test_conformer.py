@@ -11,7 +11,7 @@ from tiny_speech import SIZES, make_processor
 from torch.nn import functional
 from transformers import AutoModel, AutoModelForCTC, AutoProcessor, pipeline
 
-from favor.models.conformer import ConformerConfig, ConformerForCTC, ConformerForTransducer, ConformerModel
+from favor.models.conformer import Chunks, ConformerConfig, ConformerForCTC, ConformerForTransducer, ConformerModel
 from favor.models.speech import transducer_greedy, transducer_loss
 
 LABELS = torch.tensor([[3, 4, 4, 5], [6, 7, -100, -100], [8, -100, -100, -100]])
@@ -30,15 +30,20 @@ def batch(lengths=(90, 61, 13)) -> dict[str, torch.Tensor]:
     return {"input_features": features.masked_fill(~mask[..., None], 50.0), "attention_mask": mask}
 
 
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("backend", BACKENDS)
+PADDED = [(backend, causal, None) for backend in BACKENDS for causal in (False, True)]
+PADDED += [(backend, False, Chunks(6)) for backend in ("sdpa", "favor+")]
+PADDED += [("sdpa", False, Chunks(6, left=1)), ("eager", False, Chunks(6, left=0))]
+
+
+@pytest.mark.parametrize(("backend", "causal", "chunks"), PADDED)
 @pytest.mark.filterwarnings("ignore:.*parameters from this sequence:UserWarning")
-def test_padding_changes_nothing(backend, causal):
+def test_padding_changes_nothing(backend, causal, chunks):
     model, inputs = build(ConformerForCTC, backend, causal=causal), batch()
     with torch.no_grad():
-        together = model(**inputs).logits
+        together = model(**inputs, chunks=chunks).logits
+        assert together.isfinite().all()
         for row, length in enumerate([90, 61, 13]):
-            alone = model(inputs["input_features"][row : row + 1, :length]).logits[0]
+            alone = model(inputs["input_features"][row : row + 1, :length], chunks=chunks).logits[0]
             assert len(alone) == model.subsampled_lengths(torch.tensor(length))
             torch.testing.assert_close(together[row, : len(alone)], alone, rtol=1e-4, atol=1e-5)
 
@@ -57,8 +62,7 @@ def test_padding_and_activation_checkpointing_change_no_gradient_and_no_statisti
         model.train()(**inputs, labels=LABELS).loss.backward()
         results.append([p.grad for p in model.parameters()] + [b for n, b in model.named_buffers() if "running" in n])
     for result in results[1:]:
-        for one, other in zip(results[0], result, strict=True):
-            torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(result, results[0], rtol=1e-4, atol=1e-5)
     model = build(ConformerForCTC).train()
     model(**batch((13,)), labels=torch.tensor([[3]])).loss.backward()  # of one frame
     assert all(torch.isfinite(parameter.grad).all() for parameter in model.parameters())
@@ -74,34 +78,28 @@ def test_the_encoder_compiles_without_graph_breaks():
 
 
 @pytest.mark.skipif(not hasattr(transformers, "AutoModelForRNNT"), reason="transformers has no such Auto class")
+@torch.no_grad()
 def test_a_transducer_comes_back_and_lends_its_encoder(tmp_path):
     model, inputs = build(ConformerForTransducer, ctc_weight=0.3), batch()
     model.save_pretrained(tmp_path)
-    loaded = transformers.AutoModelForRNNT.from_pretrained(tmp_path)
+    loaded, encoder = (kind.from_pretrained(tmp_path) for kind in (transformers.AutoModelForRNNT, AutoModel))
     assert torch.equal(loaded.generate(**inputs), model.generate(**inputs))
-    with torch.no_grad():
-        hidden = model.encode(**inputs)[0]
-        assert torch.equal(AutoModel.from_pretrained(tmp_path)(**inputs).last_hidden_state, hidden)
-
-
-@pytest.mark.parametrize("network", ["lstm", "stateless"])
-def test_the_prediction_network_goes_token_by_token(network):
-    model = build(ConformerForTransducer, prediction_network=network, prediction_context_size=3)
-    tokens, state, parts = torch.tensor([[0, 3, 4, 5, 6], [0, 7, 7, 8, 9]]), None, []
-    for token in tokens.split(1, dim=1):
-        part, state = model.predict(token, state)
-        parts.append(part)
-        assert all(len(tensor) == 2 for tensor in state)
-    torch.testing.assert_close(torch.cat(parts, dim=1), model.predict(tokens)[0])
+    assert torch.equal(encoder(**inputs).last_hidden_state, model.encode(**inputs)[0])
 
 
 @pytest.mark.parametrize("network", ["lstm", "stateless"])
 def test_the_transducer_loss_is_that_of_all_logits(network):
-    model, inputs = build(ConformerForTransducer, prediction_network=network, ctc_weight=0.3, max_cells=7), batch()
+    """And its prediction network goes token by token."""
+    sizes = {"prediction_context_size": 3, "ctc_weight": 0.3, "max_cells": 7}
+    model, inputs = build(ConformerForTransducer, prediction_network=network, **sizes), batch()
     out = model(**inputs, labels=LABELS)
     hidden, lengths = model.encode(**inputs)
-    prediction, _ = model.predict(functional.pad(LABELS.clamp_min(0), (1, 0)))
-    logits = model.join(hidden[:, :, None], prediction[:, None])
+    tokens, state, parts = functional.pad(LABELS.clamp_min(0), (1, 0)), None, []
+    for token in tokens.split(1, dim=1):
+        part, state = model.predict(token, state)
+        parts.append(part)
+        assert {len(tensor) for tensor in state} == {3}
+    logits = model.join(hidden[:, :, None], torch.cat(parts, dim=1)[:, None])
     expected = transducer_loss(logits, LABELS, lengths, torch.tensor([4, 2, 1]))
     torch.testing.assert_close(out.transducer_loss, expected)
     torch.testing.assert_close(out.loss, 0.7 * expected + 0.3 * out.ctc_loss)
@@ -109,19 +107,14 @@ def test_the_transducer_loss_is_that_of_all_logits(network):
     assert all(parameter.grad is not None for parameter in model.parameters())
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    """A saved CTC model with its processor."""
-    path = tmp_path_factory.mktemp("conformer")
-    processor = make_processor("THE CAT SAT ON A MAT", "A DOG")
-    build(ConformerForCTC, vocab_size=len(processor.tokenizer)).save_pretrained(path)
-    processor.save_pretrained(path)
-    return path
+PROCESSOR = make_processor("THE CAT SAT ON A MAT", "A DOG")
 
 
-def test_the_pipeline_gives_times(folder):
+def test_the_pipeline_gives_times(tmp_path):
+    build(ConformerForCTC, vocab_size=len(PROCESSOR.tokenizer)).save_pretrained(tmp_path)
+    PROCESSOR.save_pretrained(tmp_path)
     audio = np.random.default_rng(0).normal(size=48000).astype(np.float32)
-    transcriber = pipeline("automatic-speech-recognition", model=str(folder), device="cpu")
+    transcriber = pipeline("automatic-speech-recognition", model=str(tmp_path), device="cpu")
     tokenizer, head = transcriber.tokenizer, transcriber.model.ctc_head
     inputs = transcriber.feature_extractor(audio, sampling_rate=16000)
     with torch.no_grad():
@@ -131,19 +124,15 @@ def test_the_pipeline_gives_times(folder):
         head.bias[:3] -= torch.tensor([0.0, 9.0, 9.0])
         head.bias[tokenizer.convert_tokens_to_ids("▁")] += (logits - logits.mean(0)).std()
         best = transcriber.model(**inputs).logits[0].argmax(-1).tolist()
-    words = transcriber({"raw": audio, "sampling_rate": 16000}, return_timestamps="word")
-    chars = transcriber({"raw": audio, "sampling_rate": 16000}, return_timestamps="char")
+    words, chars = (transcriber(audio.copy(), return_timestamps=unit) for unit in ("word", "char"))
     assert words["text"] == chars["text"] == "".join(one["text"] for one in chars["chunks"]) == tokenizer.decode(best)
     assert [one["text"] for one in words["chunks"]] == words["text"].split()
     assert len(words["chunks"]) > 1
-    letters = {token: tokenizer.convert_ids_to_tokens(token) for token in range(len(tokenizer))}
     for one in chars["chunks"]:
         first, after = (round(second * 25) for second in one["timestamp"])
-        assert {letters[token].replace("▁", " ") for token in best[first:after]} == {one["text"]}
-    starts = [one["timestamp"][0] for one in chars["chunks"]]
-    assert {one["timestamp"][0] for one in words["chunks"]} <= set(starts)
-    pieces = {"chunk_length_s": 1.0, "stride_length_s": 0.2, "return_timestamps": "word"}
-    chunked = transcriber({"raw": audio, "sampling_rate": 16000}, **pieces)
+        assert {*tokenizer.convert_ids_to_tokens(best[first:after])} == {one["text"].replace(" ", "▁")}
+    assert {one["timestamp"][0] for one in words["chunks"]} <= {one["timestamp"][0] for one in chars["chunks"]}
+    chunked = transcriber(audio, chunk_length_s=1.0, stride_length_s=0.2, return_timestamps="word")
     assert [one["text"] for one in chunked["chunks"]] == chunked["text"].split()
 
 
@@ -180,14 +169,13 @@ def test_bad_configurations_and_inputs_are_refused(call, message):
 def transducer_folder(request, tmp_path_factory):
     """A saved Transducer that emits many tokens, equal neighbours among them, with its processor."""
     path = tmp_path_factory.mktemp("transducer")
-    processor = make_processor("THE CAT SAT ON A MAT", "A DOG")
-    model = build(ConformerForTransducer, vocab_size=len(processor.tokenizer), ctc_weight=request.param)
+    model = build(ConformerForTransducer, vocab_size=len(PROCESSOR.tokenizer), ctc_weight=request.param)
     with torch.no_grad():
         for parameter in model.joint.parameters():
             parameter.mul_(5)
         model.joint.head.bias[4] += 2
     model.save_pretrained(path)
-    processor.save_pretrained(path)
+    PROCESSOR.save_pretrained(path)
     return path
 
 
@@ -202,10 +190,8 @@ def test_the_pipeline_of_a_transducer_says_what_its_own_search_says(transducer_f
     for grouped in (True, False):
         assert processor.batch_decode(ids, group_tokens=grouped, skip_special_tokens=True) == expected
     parts = {"tokenizer": processor.tokenizer, "feature_extractor": processor.feature_extractor}
-    for transcriber in (
-        pipeline("automatic-speech-recognition", model=str(transducer_folder), device="cpu"),
-        pipeline("automatic-speech-recognition", model=model, device="cpu", **parts),
-    ):
+    for given in ({"model": str(transducer_folder)}, {"model": model, **parts}):
+        transcriber = pipeline("automatic-speech-recognition", device="cpu", **given)
         assert isinstance(transcriber.model, ConformerForTransducer)
         assert [found["text"] for found in transcriber([piece.copy() for piece in audio])] == expected
         with pytest.raises(ValueError, match="chunk_length_s is for CTC models, this is a Transducer"):
@@ -221,8 +207,7 @@ def test_a_transducer_is_no_ctc_model_unless_asked_for(transducer_folder, tmp_pa
     with pytest.raises(ValueError, match=rf'architectures=\["ConformerForCTC"\] here {action}'):
         ConformerForCTC.from_pretrained(transducer_folder)
     asked = ConformerForCTC.from_pretrained(transducer_folder, architectures=["ConformerForCTC"])
-    for name, weight in model.encoder.state_dict().items():
-        assert torch.equal(asked.encoder.state_dict()[name], weight), name
+    torch.testing.assert_close(asked.encoder.state_dict(), model.encoder.state_dict(), rtol=0, atol=0)
     if model.ctc_head is not None:
         assert torch.equal(asked.ctc_head.weight, model.ctc_head.weight)
     asked.save_pretrained(tmp_path)

@@ -13,8 +13,6 @@ from favor.models.conformer.feature_extraction_conformer import ConformerFeature
 from favor.models.speech import ConformerProcessor, train_tokenizer
 from favor.models.whisper_ctc import WhisperCTCFeatureExtractor
 
-TEXTS = ["A CAT SAT", "THE DOG RAN FAR", "CATS AND DOGS"]
-
 
 def sound(samples, seed=0):
     return tiny_speech.sound(samples / RATE, seed)
@@ -30,63 +28,55 @@ def plain_log_mel(waveform):
     return np.array(rows)
 
 
-@pytest.fixture
-def extractor():
-    return ConformerFeatureExtractor()
+EXTRACTOR = ConformerFeatureExtractor()
 
 
 @pytest.mark.parametrize("samples", [400, 559, 560, 16123])
-def test_log_mel_is_the_formula_and_that_of_lasr(extractor, samples):
+def test_log_mel_is_the_formula_and_that_of_lasr(samples):
     waveform = sound(samples)
-    features = extractor.log_mel(torch.from_numpy(waveform))
-    assert len(features) == extractor.num_frames(samples)
-    assert features.dtype == torch.float32
+    features = EXTRACTOR.log_mel(torch.from_numpy(waveform))
+    assert (len(features), features.dtype) == (EXTRACTOR.num_frames(samples), torch.float32)
     np.testing.assert_allclose(features.numpy(), plain_log_mel(waveform), rtol=1e-6, atol=1e-6)
     theirs = LasrFeatureExtractor(feature_size=128)(waveform, sampling_rate=RATE, return_tensors="pt")
     ours = ConformerFeatureExtractor(feature_size=128).log_mel(torch.from_numpy(waveform))
     torch.testing.assert_close(ours, theirs.input_features[0], rtol=1e-6, atol=1e-6)
 
 
-def test_blocks_do_not_change_frames(extractor, monkeypatch):
-    waveform = torch.from_numpy(sound(30000))
-    whole, widths = extractor.log_mel(waveform), []
-    compute = extractor._torch_extract_fbank_features
+def test_blocks_do_not_change_frames(monkeypatch):
+    waveform, widths = torch.from_numpy(sound(30000)), []
+    whole, compute = EXTRACTOR.log_mel(waveform), EXTRACTOR._torch_extract_fbank_features
+    spy = lambda piece, device: widths.append(len(piece)) or compute(piece)  # noqa: E731
     monkeypatch.setattr(frontend, "BLOCK_FRAMES", 7)
-    monkeypatch.setattr(
-        extractor, "_torch_extract_fbank_features", lambda piece, device: (widths.append(len(piece)), compute(piece))[1]
-    )
-    torch.testing.assert_close(extractor.log_mel(waveform), whole, rtol=0, atol=1e-6)
+    monkeypatch.setattr(EXTRACTOR, "_torch_extract_fbank_features", spy)
+    torch.testing.assert_close(EXTRACTOR.log_mel(waveform), whole, rtol=0, atol=1e-6)
     assert max(widths) == 6 * 160 + 400
 
 
-def test_an_utterance_is_normalised_over_its_own_frames(extractor):
+def test_an_utterance_is_normalised_over_its_own_frames():
     lengths = (30000, 7000, 401)
     waveforms = [sound(samples, seed) for seed, samples in enumerate(lengths)]
-    batch = extractor(waveforms, sampling_rate=RATE, return_tensors="pt")
+    batch = EXTRACTOR(waveforms, sampling_rate=RATE, return_tensors="pt")
     frames = [(samples - 400) // 160 + 1 for samples in lengths]
     assert batch.attention_mask.dtype == torch.bool
     assert batch.attention_mask.sum(1).tolist() == frames
-    assert batch.input_features.shape == (3, frames[0], 80)
     for row, waveform, count in zip(batch.input_features, waveforms, frames, strict=True):
-        alone = extractor(waveform, sampling_rate=RATE, return_tensors="pt")
+        alone = EXTRACTOR(waveform, sampling_rate=RATE, return_tensors="pt")
         assert alone.attention_mask.all()
         torch.testing.assert_close(row[:count], alone.input_features[0], rtol=0, atol=1e-5)
-        assert (row[count:] == 0).all()
+        assert not row[count:].any()
         expected = plain_log_mel(waveform)
         expected = (expected - expected.mean(0)) / np.sqrt(expected.var(0) + 1e-5)
         np.testing.assert_allclose(row[:count].numpy(), expected, atol=2e-4)
-    assert extractor(waveforms[1:], sampling_rate=RATE, pad_to_multiple_of=16).input_features.shape[1] == 48
-    cut = extractor(waveforms[1:], sampling_rate=RATE, padding="max_length", max_length=20, truncation=True)
+    assert EXTRACTOR(waveforms[1:], sampling_rate=RATE, pad_to_multiple_of=16).input_features.shape[1] == 48
+    cut = EXTRACTOR(waveforms[1:], sampling_rate=RATE, padding="max_length", max_length=20, truncation=True)
     assert cut.input_features.shape[1] == 20
     assert cut.attention_mask.sum(1).tolist() == [20, 1]
 
 
-def test_constants_instead_of_the_utterance(extractor, tmp_path):
+def test_constants_instead_of_the_utterance(tmp_path):
     """Also after saving."""
     waveform, other = sound(9000), {"normalize": "none"}
     mean, std = np.linspace(-9, 3, 80), np.linspace(0.5, 4, 80)
-    ConformerFeatureExtractor(**other, mean=mean, std=std, hop_length=200).save_pretrained(tmp_path)
-    assert ConformerFeatureExtractor.from_pretrained(tmp_path).hop_length == 200
     given = ConformerFeatureExtractor(**other, mean=mean, std=std)
     given.save_pretrained(tmp_path)
     for kind in (ConformerFeatureExtractor, AutoFeatureExtractor):
@@ -96,30 +86,26 @@ def test_constants_instead_of_the_utterance(extractor, tmp_path):
         np.testing.assert_allclose(got, (plain_log_mel(waveform) - mean) / std, rtol=1e-5, atol=1e-5)
     bare = ConformerFeatureExtractor(**other)(waveform, sampling_rate=RATE).input_features[0]
     np.testing.assert_allclose(bare, plain_log_mel(waveform), rtol=1e-6, atol=1e-6)
-    by_call = extractor(waveform, sampling_rate=RATE, do_normalize=False).input_features[0]
+    by_call = EXTRACTOR(waveform, sampling_rate=RATE, do_normalize=False).input_features[0]
     torch.testing.assert_close(by_call, bare)
 
 
-def test_forms_of_a_waveform(extractor):
+def test_forms_of_a_waveform():
     waveform = sound(4000)
-    expected, tensor = extractor(waveform, sampling_rate=RATE).input_features, torch.from_numpy(waveform)
+    expected, tensor = EXTRACTOR(waveform, sampling_rate=RATE).input_features, torch.from_numpy(waveform)
     for form in (waveform.tolist(), np.float64(waveform), tensor, tensor[None], [waveform.tolist()], waveform[None]):
-        got = extractor(form, sampling_rate=RATE).input_features
+        got = EXTRACTOR(form, sampling_rate=RATE).input_features
         torch.testing.assert_close(got, expected, rtol=0, atol=1e-5)
 
 
-def test_dither_is_seeded_and_belongs_to_the_call(extractor, tmp_path):
-    waveform = sound(4000)
-
-    def features(**given):
-        return extractor(waveform, sampling_rate=RATE, do_normalize=False, **given).input_features
-
-    one, two = (features(dither=0.1, generator=torch.Generator().manual_seed(5)) for _ in range(2))
+def test_dither_is_seeded_and_belongs_to_the_call(tmp_path):
+    waveform, seed = sound(4000), torch.Generator().manual_seed
+    given = {"sampling_rate": RATE, "do_normalize": False, "dither": 0.1}
+    one, two = (EXTRACTOR(waveform, **given, generator=seed(5)).input_features[0] for _ in range(2))
     torch.testing.assert_close(one, two, rtol=0, atol=0)
-    noise = 0.1 * torch.randn(4000, generator=torch.Generator().manual_seed(5))
-    torch.testing.assert_close(one[0], extractor.log_mel(torch.from_numpy(waveform) + noise), rtol=0, atol=1e-5)
-    assert (one - features()).abs().max() > 0.1
-    assert "dither" not in extractor.to_dict()
+    noise = 0.1 * torch.randn(4000, generator=seed(5))
+    torch.testing.assert_close(one, EXTRACTOR.log_mel(torch.from_numpy(waveform) + noise), rtol=0, atol=1e-5)
+    assert "dither" not in EXTRACTOR.to_dict()
 
 
 @pytest.mark.parametrize(
@@ -136,9 +122,9 @@ def test_dither_is_seeded_and_belongs_to_the_call(extractor, tmp_path):
         (sound(4000), {"return_attention_mask": False}, ValueError, "needs the mask"),
     ],
 )
-def test_refuses_audio(extractor, raw, given, error, message):
+def test_refuses_audio(raw, given, error, message):
     with pytest.raises(error, match=message):
-        extractor(raw, **{"sampling_rate": RATE, **given})
+        EXTRACTOR(raw, **{"sampling_rate": RATE, **given})
 
 
 BOTH = (ConformerFeatureExtractor, WhisperCTCFeatureExtractor)
@@ -167,7 +153,7 @@ def test_refuses_settings(kinds, settings, message):
 
 
 def test_processor(tmp_path):
-    tokenizer = train_tokenizer(TEXTS, "char")
+    tokenizer = train_tokenizer(["A CAT SAT", "THE DOG RAN FAR", "CATS AND DOGS"], "char")
     ConformerProcessor(ConformerFeatureExtractor(normalize="none"), tokenizer).save_pretrained(tmp_path)
     processor = ConformerProcessor.from_pretrained(tmp_path)
     assert processor.feature_extractor.normalize == "none"
@@ -182,12 +168,13 @@ def test_processor(tmp_path):
     assert processor.decode(both.labels[0], group_tokens=False) == "A CAT"
     assert set(processor(waveforms[0], sampling_rate=RATE)) == {"input_features", "attention_mask"}
     assert processor(text="DOG").labels.tolist() == [tokenizer("DOG").input_ids]
-    with pytest.raises(ValueError, match="audio or text must be given"):
-        processor()
-    with pytest.raises(ValueError, match="one transcript per waveform, got 1 for 2"):
-        processor(waveforms, "DOG", sampling_rate=RATE)
-    with pytest.raises(TypeError, match="colour"):
-        processor(waveforms, colour="red")
+    for given, options, message in (
+        ((), {}, "audio or text must be given"),
+        ((waveforms, "DOG", RATE), {}, "one transcript per waveform, got 1 for 2"),
+        ((waveforms,), {"colour": "red"}, "colour"),
+    ):
+        with pytest.raises((ValueError, TypeError), match=message):
+            processor(*given, **options)
 
 
 def test_measured_constants_of_audio_whose_band_ends_early():
@@ -205,5 +192,3 @@ def test_measured_constants_of_audio_whose_band_ends_early():
     np.testing.assert_allclose(measured.std, np.maximum(deviation, 0.1), rtol=1e-4)
     features = measured(waveforms, sampling_rate=RATE).input_features[..., deviation < 1e-9]
     assert features.abs().max() < 1e-4
-    whole = measured(sound(32000, 2), sampling_rate=RATE).input_features
-    assert whole.isfinite().all()

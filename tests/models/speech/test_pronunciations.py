@@ -2,9 +2,11 @@
 
 import itertools
 import math
+from dataclasses import replace
 
 import pytest
 import torch
+from ctc_texts import all_texts, sure_logits
 from marks import HAS_SEARCH, needs_search
 from tiny_speech import says_each_frame
 
@@ -15,7 +17,7 @@ from favor.models.speech import (
     NgramModel,
     Pronunciations,
     WordLexicon,
-    ctc_greedy,
+    ctc_align,
     ctc_lexicon_beam,
     train_tokenizer,
     write_arpa,
@@ -53,15 +55,9 @@ def arpa(path):
 
 def said(tokenizer, text):
     """Words that a sequence of tokens can be, all of them; none if a word has other phonemes or no space in front."""
-    spellings = {}
-    for line in LINES[:-1]:
-        word, phonemes = line.split("\t")
-        spellings.setdefault(phonemes, []).append(word)
-    pieces = " ".join(tokenizer.convert_ids_to_tokens(list(text)))
-    first, *parts = pieces.split("▁")
-    if first or any(part.strip() not in spellings for part in parts):
-        return []
-    return list(itertools.product(*(spellings[part.strip()] for part in parts)))
+    first, *parts = " ".join(tokenizer.convert_ids_to_tokens(text)).split("▁")
+    own = [[line.split("\t")[0] for line in LINES[:-1] if line.endswith(f"\t{part.strip()}")] for part in parts]
+    return [] if first else list(itertools.product(*own))
 
 
 @needs_search
@@ -75,20 +71,14 @@ def test_every_text_of_known_words_has_its_score(arpa, tokenizer, spoken, seed):
     logits = 2 * torch.randn(1, 5, len(tokenizer))
     lexicon = WordLexicon(tokenizer, arpa, lm_weight=0.7, word_score=0.4, pronunciations=spoken)
     assert lexicon.words == 5
-    model = NgramModel(arpa)
-    best = {}
-    log_probs = logits[0].double().log_softmax(-1)[:, None]
-    for count in range(6):
-        for text in itertools.product(range(1, len(tokenizer)), repeat=count):
-            for words in said(tokenizer, text) if text else [()]:
-                target = torch.tensor([text], dtype=torch.long)
-                loss = float(torch.nn.functional.ctc_loss(log_probs, target, [5], [count], reduction="none"))
-                if loss < 1e9:
-                    state, total = model.start(), -loss + 0.4 * len(words)
-                    for word in words:
-                        state, log_prob = model.score(state, word)
-                        total += 0.7 * log_prob
-                    best.setdefault(words, {})[text] = total + 0.7 * model.finish(state)
+    model, best = NgramModel(arpa), {}
+    for text, log_prob in all_texts(logits[0]):
+        for words in said(tokenizer, text) if text else [()]:
+            state, total = model.start(), log_prob + 0.4 * len(words)
+            for word in words:
+                state, more = model.score(state, word)
+                total += 0.7 * more
+            best.setdefault(words, {})[text] = total + 0.7 * model.finish(state)
     found = ctc_lexicon_beam(logits, [5], lexicon, beam_size=5000)[0]
     assert len(best) - 2 <= len(found) == len({one.words for one in found})
     assert [one.log_prob for one in found] == sorted((one.log_prob for one in found), reverse=True)
@@ -101,18 +91,15 @@ def test_every_text_of_known_words_has_its_score(arpa, tokenizer, spoken, seed):
 @needs_search
 def test_the_language_model_decides_between_homophones(tmp_path, tokenizer, spoken):
     ids = tokenizer("I S-I").input_ids
-    logits = torch.full((1, 2 * len(ids), len(tokenizer)), -30.0)
-    logits[0, 1::2, 0] = 0.0
-    logits[0, range(0, 2 * len(ids), 2), ids] = 0.0
-    for text in ("EYE SEE", "EYE SEA"):
-        other = {"SEE": "SEA", "SEA": "SEE"}[text.split()[1]]
-        path = write_arpa([text, text, f"{other} {other} {other}"], tmp_path / f"{other}.arpa", 2)
+    logits = sure_logits(len(tokenizer), *ids)
+    for word, other in (("SEE", "SEA"), ("SEA", "SEE")):
+        path = write_arpa([*2 * [f"EYE {word}"], f"{other} {other} {other}"], tmp_path / "lm.arpa", 2)
         lexicon = WordLexicon(tokenizer, path, 1.0, 0.0, spoken)
         row = ctc_lexicon_beam(logits, [2 * len(ids)], lexicon)[0]
-        assert row[0].words == tuple(text.split())
+        assert row[0].words == ("EYE", word)
         assert ("EYE", other) in [one.words for one in row]
         emissions = search_emissions(logits, [2 * len(ids)], lexicon)[0]
-        assert [one.word for one in emissions if one.word] == text.split()
+        assert [one.word for one in emissions if one.word] == ["EYE", word]
         assert [one.token for one in emissions] == row[0].tokens == ids
 
 
@@ -139,21 +126,21 @@ def test_the_most_probable_of_many_homophones_can_be_found(texts, expected, tmp_
 
 
 @needs_search
-def test_long_rows_keep_their_words(arpa, tokenizer, spoken, monkeypatch):
-    """A row that is searched in pieces, with times of the words."""
-    ids = [tokenizer(text).input_ids for text in ("I I-S", "S-I")]
-    frames = [one for token in ids[0] for one in (token, 0)] + 9 * [0] + [one for token in ids[1] for one in (token, 0)]
-    logits = torch.full((1, len(frames), len(tokenizer)), -30.0)
-    logits[0, range(len(frames)), frames] = 0.0
-    lexicon = WordLexicon(tokenizer, arpa, 0.5, 0.0, spoken)
+def test_long_rows_are_searched_in_pieces(arpa, tokenizer, spoken, monkeypatch):
+    """Cut in the middle of the longest pause; each piece is a text of its own. A sure blank parts equal phonemes."""
+    first, last = (tokenizer(text).input_ids for text in ("I S-S", "S-I"))
+    logits = sure_logits(len(tokenizer), *first, *4 * [0], *last)
+    lexicon, frames = WordLexicon(tokenizer, arpa, 0.7, 0.4, spoken), [logits.shape[1]]
     for piece in (1000, 20):
-        best = ctc_lexicon_beam(logits, [len(frames)], lexicon, piece=piece)[0][0]
-        assert best.words in {("EYE", "IS", "SEE"), ("EYE", "EITHER", "SEE")}
-        assert best.tokens == [*ids[0], *ids[1]]
-    monkeypatch.setattr("favor.models.speech.WordLexicon.piece", 20)
-    words = [one for one in search_emissions(logits, [len(frames)], lexicon)[0] if one.word]
-    assert [one.word for one in words] == list(best.words)
-    assert words[-1].start == 2 * len(ids[0]) + 9
+        best = ctc_lexicon_beam(logits, frames, lexicon, piece=piece)[0][0]
+        assert best.words == ("EYE", "EITHER", "SEE")
+        assert best.tokens == [*first, *last]
+        texts = [best.words] if piece == 1000 else [best.words[:2], best.words[2:]]
+        assert best.log_prob == pytest.approx(sum(map(lexicon.score, texts)), abs=1e-3)
+    monkeypatch.setattr(WordLexicon, "piece", 20)
+    (found,) = search_emissions(logits, frames, lexicon)
+    assert [replace(one, word="") for one in found] == ctc_align(logits, frames, [best.tokens])[0]
+    assert [one.word for one in found if one.word] == list(best.words)
 
 
 def test_texts_of_phonemes(spoken, tmp_path):
@@ -210,18 +197,18 @@ def test_refusals(spoken, arpa):
 
 
 @pytest.fixture(scope="module")
-def model(tokenizer):
-    return says_each_frame(len(tokenizer))
-
-
-def test_transcribe_looks_words_up(model, tokenizer, path, spoken):
-    """Without a language model, with times."""
-    processor = ConformerProcessor(ConformerFeatureExtractor(feature_size=10), tokenizer)
+def parts(tokenizer):
+    """A model, its processor and two recordings."""
     torch.manual_seed(2)
-    waveform = 0.1 * torch.randn(20000).numpy()
+    waveforms = [0.1 * torch.randn(length).numpy() for length in (12000, 20000)]
+    processor = ConformerProcessor(ConformerFeatureExtractor(feature_size=10), tokenizer)
+    return says_each_frame(len(tokenizer)), processor, waveforms
+
+
+def test_transcribe_looks_words_up(parts, path, spoken):
+    """Without a language model, with times."""
+    model, processor, (_, waveform) = parts
     plain = model.transcribe(waveform, processor=processor)[0].text
-    logits = model(processor(waveform, sampling_rate=16000)["input_features"]).logits
-    assert plain == processor.decode(ctc_greedy(logits, [logits.shape[1]])[0], group_tokens=False)
     result = model.transcribe(waveform, 1, "word", processor, lexicon=path)[0]
     assert result.text == spoken.read(plain) != plain
     assert [one.text for one in result.spans] == result.text.split()
@@ -231,10 +218,8 @@ def test_transcribe_looks_words_up(model, tokenizer, path, spoken):
 
 
 @needs_search
-def test_transcribe_finds_words_by_their_pronunciation(model, tokenizer, path, spoken, arpa, tmp_path):
-    processor = ConformerProcessor(ConformerFeatureExtractor(feature_size=10), tokenizer)
-    torch.manual_seed(2)
-    waveforms = [0.1 * torch.randn(length).numpy() for length in (12000, 20000)]
+def test_transcribe_finds_words_by_their_pronunciation(parts, tokenizer, path, spoken, arpa, tmp_path):
+    model, processor, waveforms = parts
     weights = {"lm_weight": 0.3, "word_score": 1.0}
     results = model.transcribe(waveforms, 2, "word", processor, language_model=arpa, lexicon=path, **weights)
     lexicon = WordLexicon(tokenizer, arpa, **weights, pronunciations=spoken)

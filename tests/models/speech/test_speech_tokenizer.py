@@ -1,5 +1,6 @@
 """Word pieces against sentencepiece, and decoding against the definition of CTC."""
 
+import itertools
 import json
 import pickle
 import random
@@ -13,6 +14,7 @@ from transformers import Wav2Vec2CTCTokenizer
 from favor.models.speech import ConformerTokenizer, normalize_transcript, train_tokenizer
 
 MODELS = [("unigram", 80), ("bpe", 80), ("char", None)]
+OFFSETS = {"output_char_offsets": True, "output_word_offsets": True}
 SYLLABLES = ("BA", "KO", "LI", "TRU", "N", "SHE", "'S", "OU", "GH", "A", "EX", "QUI")
 
 
@@ -32,20 +34,14 @@ def trained(request, tmp_path_factory):
     return tokenizer, sentencepiece.SentencePieceProcessor(model_file=str(folder / "spiece.model")), folder
 
 
-def collapsed(ids):
-    """Repeats first, then blanks."""
-    kept = [token for place, token in enumerate(ids) if place == 0 or ids[place - 1] != token]
-    return [token for token in kept if token != 0]
-
-
 def test_ids_are_those_of_sentencepiece(trained):
     tokenizer, pieces, _ = trained
     odd = ["", " ", "A", "'", "  A   BA ", "XYZ BA", "BAXXBA", "hello", "Z"]
     for text in [*sentences(200, 1), *odd]:
         assert tokenizer(text).input_ids == pieces.encode(text), text
-    names = [pieces.id_to_piece(place) for place in range(pieces.get_piece_size())]
-    assert tokenizer.convert_ids_to_tokens([*range(len(tokenizer))]) == names
-    assert tokenizer.convert_ids_to_tokens([0, 1, 2]) == ["<pad>", "</s>", "<unk>"]
+    names = tokenizer.convert_ids_to_tokens([*range(len(tokenizer))])
+    assert names == [pieces.id_to_piece(place) for place in range(pieces.get_piece_size())]
+    assert names[:3] == ["<pad>", "</s>", "<unk>"]
     assert (tokenizer.pad_token_id, tokenizer.eos_token_id, tokenizer.unk_token_id) == (0, 1, 2)
 
 
@@ -53,7 +49,7 @@ def test_decoding_is_that_of_ctc(trained):
     tokenizer, pieces, _ = trained
     source = random.Random(3)
     paths = [[source.choice((0, 0, 3, 4, 5, 6)) for _ in range(30)] for _ in range(50)]
-    expected = [pieces.decode(collapsed(path)) for path in paths]
+    expected = [pieces.decode([token for token, _ in itertools.groupby(path) if token]) for path in paths]
     assert [tokenizer.decode(path) for path in paths] == expected
     assert tokenizer.batch_decode(torch.tensor(paths)) == expected
     assert tokenizer.decode(np.array(paths[0]), skip_special_tokens=True) == expected[0]
@@ -73,21 +69,16 @@ def test_offsets_of_characters_are_those_of_wav2vec2(tmp_path):
     names = {name.replace("▁", "|"): number for name, number in tokenizer.get_vocab().items()}
     (tmp_path / "vocab.json").write_text(json.dumps(names))
     other = Wav2Vec2CTCTokenizer(tmp_path / "vocab.json", do_lower_case=False, bos_token=None)
-    source = random.Random(5)
+    source, space, paths = random.Random(5), tokenizer.convert_tokens_to_ids("▁"), []
     # A space first of all or after a space is a matter of taste: none here.
-    letters = sorted(set(range(3, len(tokenizer))) - {tokenizer.convert_tokens_to_ids("▁")})
-    space, paths = tokenizer.convert_tokens_to_ids("▁"), []
+    letters = sorted({*range(3, len(tokenizer))} - {space})
     for _ in range(40):
         words = [[source.choice((0, 0, *letters)) for _ in range(8)] + [source.choice(letters)] for _ in range(4)]
         paths.append([token for word in words for token in (*word, space, space, 0)][:-3])
-    asked = {"output_char_offsets": True, "output_word_offsets": True}
     for grouped in (True, False):
-        for path in paths:
-            ids = [one for one in path if grouped or one]
-            found, expected = (one.decode(ids, group_tokens=grouped, **asked) for one in (tokenizer, other))
-            assert dict(found) == dict(expected)
-    found, expected = (one.batch_decode(paths[:3], **asked) for one in (tokenizer, other))
-    assert dict(found) == dict(expected)
+        rows = [[one for one in path if grouped or one] for path in paths]
+        found, expected = (one.batch_decode(rows, group_tokens=grouped, **OFFSETS) for one in (tokenizer, other))
+        assert dict(found) == dict(expected)
     assert set(tokenizer.batch_decode(paths[:3], output_word_offsets=True)) == {"text", "word_offsets"}
 
 
@@ -95,25 +86,23 @@ def test_words_of_pieces_have_the_frames_of_their_tokens(trained):
     """Every text as one token a frame, with a blank after it, at known places."""
     tokenizer, _, _ = trained
     for text in sentences(30, 6):
-        ids, place, spread, expected = tokenizer(text).input_ids, 2, [0, 0], []
-        for number, token in enumerate(ids):
+        spread, expected = [0, 0], []
+        for number, token in enumerate(tokenizer(text).input_ids):
+            place, name = len(spread), tokenizer.convert_ids_to_tokens(token)
             spread += [token] * (1 + number % 3) + [0]
-            name = tokenizer.convert_ids_to_tokens(token)
             if name.startswith("▁"):
-                expected.append([None, None])
+                expected.append([])
             if name != "▁":
-                expected[-1] = [place if expected[-1][0] is None else expected[-1][0], len(spread) - 1]
-            place = len(spread)
-        found = tokenizer.decode(spread, output_char_offsets=True, output_word_offsets=True)
+                expected[-1] = [*(expected[-1] or [place])[:1], len(spread) - 1]
+        found = tokenizer.decode(spread, **OFFSETS)
         assert "".join(one["char"] for one in found.char_offsets) == found.text == text
         assert [one["word"] for one in found.word_offsets] == text.split()
         assert [[one["start_offset"], one["end_offset"]] for one in found.word_offsets] == expected
-    asked = {"output_char_offsets": True, "output_word_offsets": True}
     for ids in ([], [0, 0]):
-        found = tokenizer.decode(ids, **asked)
+        found = tokenizer.decode(ids, **OFFSETS)
         assert (found.text, found.char_offsets, found.word_offsets) == ("", [], [])
     for skip, places in ((False, [0, 3]), (True, [3])):
-        found = tokenizer.decode([2, 2, 0, 4], skip_special_tokens=skip, **asked)
+        found = tokenizer.decode([2, 2, 0, 4], skip_special_tokens=skip, **OFFSETS)
         assert [one["start_offset"] for one in found.char_offsets] == places
 
 
@@ -122,8 +111,7 @@ def test_saved_and_loaded(trained, tmp_path):
     tokenizer.save_pretrained(tmp_path)
     copies = [ConformerTokenizer.from_pretrained(path) for path in (tmp_path, folder)]
     for copy in [*copies, pickle.loads(pickle.dumps(tokenizer))]:
-        assert type(copy) is ConformerTokenizer
-        assert copy.get_vocab() == tokenizer.get_vocab()
+        assert (type(copy), copy.get_vocab()) == (ConformerTokenizer, tokenizer.get_vocab())
         assert copy.special_tokens_map == tokenizer.special_tokens_map
         for text in sentences(20, 4):
             ids = copy(text).input_ids
@@ -150,13 +138,10 @@ def test_a_vocabulary_has_a_largest_and_a_smallest_size(model_type):
             train_tokenizer(texts, model_type, size + (1 if limit == "most" else -1))
 
 
-@pytest.mark.parametrize(
-    ("texts", "model_type", "message"),
-    [([], "bpe", "at least one transcript"), ([" ", ""], "bpe", "at least one"), (["A"], "word", "model_type must be")],
-)
-def test_refusals(texts, model_type, message):
-    with pytest.raises(ValueError, match=message):
-        train_tokenizer(texts, model_type, 10)
+def test_refusals():
+    for texts, kind, message in (([" ", ""], "bpe", "at least one transcript"), (["A"], "word", "model_type must be")):
+        with pytest.raises(ValueError, match=message):
+            train_tokenizer(texts, kind, 10)
 
 
 @pytest.mark.parametrize(

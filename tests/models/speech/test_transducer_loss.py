@@ -1,28 +1,22 @@
-"""The Transducer loss: against all alignments, finite differences, autograd and torchaudio; whole, and by pieces."""
+"""The Transducer loss: against all alignments, finite differences and torchaudio; whole, and by pieces."""
 
 import importlib
 from itertools import combinations
 
 import pytest
 import torch
-import torch.distributed
-from processes import run_two
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from favor.models.speech import joint_transducer_loss, transducer_loss
 from favor.models.speech import lattice as module
 
 INF, NAN = float("inf"), float("nan")
-LENGTHS = ([6, 1, 3, 4], [4, 2, 0, 3])
 
 
 def by_enumeration(logits: Tensor, target: list[int], blank: int) -> Tensor:
-    """Loss of one sequence, logits `[T, U + 1, V]`: minus the log of the sum over all alignments of their products.
-
-    An alignment is a row of T blanks and U labels that ends with a blank.
-    """
+    """Loss of one sequence `[T, U + 1, V]`, summed over all rows of T blanks and U labels that end with a blank."""
     steps = len(logits) + len(target)
     log_p, alignments = logits.log_softmax(-1), []
     for places in combinations(range(steps - 1), len(target)):
@@ -34,25 +28,13 @@ def by_enumeration(logits: Tensor, target: list[int], blank: int) -> Tensor:
     return -torch.stack(alignments).logsumexp(0)
 
 
-def by_nodes(logits: Tensor, target: list[int], blank: int) -> Tensor:
-    """The same by recursion over nodes, for autograd."""
-    log_p = logits.log_softmax(-1)
-    alpha: dict[tuple[int, int], Tensor] = {(0, 0): logits.new_zeros(())}
-    for t in range(len(logits)):
-        for u in range(len(target) + 1):
-            ways = [alpha[t - 1, u] + log_p[t - 1, u, blank]] if t else []
-            ways += [alpha[t, u - 1] + log_p[t, u - 1, target[u - 1]]] if u else []
-            alpha[t, u] = torch.stack(ways).logsumexp(0) if ways else alpha[0, 0]
-    return -(alpha[len(logits) - 1, len(target)] + log_p[-1, len(target), blank])
-
-
-def losses(logits: Tensor, targets: Tensor, logit_lengths: Tensor, target_lengths: Tensor, blank=0, one=by_nodes):
+def losses(logits: Tensor, targets: Tensor, logit_lengths: Tensor, target_lengths: Tensor, blank=0):
     """Loss of each sequence `[B]`."""
     rows = zip(logits, targets.tolist(), logit_lengths.tolist(), target_lengths.tolist(), strict=True)
-    return torch.stack([one(x[:frames, : count + 1], row[:count], blank) for x, row, frames, count in rows])
+    return torch.stack([by_enumeration(x[:frames, : count + 1], row[:count], blank) for x, row, frames, count in rows])
 
 
-def batch(frames=LENGTHS[0], labels=LENGTHS[1], vocabulary=7, blank=0, dtype=torch.float64, scale=1.0):
+def batch(frames=(6, 1, 3, 4), labels=(4, 2, 0, 3), vocabulary=7, blank=0, dtype=torch.float64, scale=1.0):
     """Random logits, targets padded with -100, and lengths."""
     generator, shape = torch.Generator().manual_seed(0), (len(frames), max(frames), max(labels) + 1, vocabulary)
     logits = torch.randn(shape, generator=generator, dtype=torch.float64)
@@ -88,25 +70,18 @@ def close(found, expected, tolerance=1e-10):
 @pytest.mark.parametrize("blank", [0, 2])
 @pytest.mark.parametrize(
     ("frames", "labels"),
-    [([1], [0]), ([1], [3]), ([4], [0]), ([2], [5]), ([4, 1, 3], [3, 2, 0]), ([2, 4], [4, 1])],
+    [([1], [0]), ([1], [3]), ([4], [0]), ([4, 1, 3], [3, 2, 0]), ([2, 4, 9], [5, 1, 4])],
 )
-def test_is_the_sum_over_all_alignments(frames, labels, blank):
-    given = batch(frames, labels, 4, blank)
-    expected = losses(*given, blank=blank, one=by_enumeration)
-    close([losses(*given, blank=blank)], [expected])
-    close([transducer_loss(*given, blank=blank, reduction="none")], [expected], 1e-8)
-
-
-@pytest.mark.parametrize("piece", [1, 100, 1 << 18])
-def test_gradient_is_that_of_autograd(piece, monkeypatch):
-    monkeypatch.setattr(module, "PIECE", {"cpu": piece})
-    logits, *rest = batch([30, 17, 25], [12, 9, 0], 20, blank=19, scale=3.0)
+def test_loss_and_gradient_are_those_of_all_alignments(frames, labels, blank, monkeypatch):
+    logits, *rest = batch(frames, labels, 5, blank, scale=3.0)
     logits.requires_grad_()
-    weights = torch.tensor([0.3, -2.0, 1.5], dtype=torch.float64)
-    expected = losses(logits, *rest, blank=19)
-    found = transducer_loss(logits, *rest, blank=19, reduction="none")
-    torch.testing.assert_close(found, expected, rtol=1e-12, atol=0)
-    close([gradient(found @ weights, logits)], [gradient(expected @ weights, logits)], 1e-12)
+    weights = torch.tensor([0.3, -2.0, 1.5], dtype=torch.float64)[: len(frames)]
+    expected = losses(logits, *rest, blank)
+    slope = gradient(expected @ weights, logits)
+    for piece in (1, 25, 1 << 18):
+        monkeypatch.setattr(module, "PIECE", {"cpu": piece})
+        found = transducer_loss(logits, *rest, blank=blank, reduction="none")
+        close([found, gradient(found @ weights, logits)], [expected, slope], 1e-12)
 
 
 @pytest.mark.parametrize(
@@ -114,8 +89,8 @@ def test_gradient_is_that_of_autograd(piece, monkeypatch):
     [
         (([500, 430], [100, 80], 16), torch.float32, 4.0, 3e-5),
         (([40, 31], [9, 5], 6), torch.float32, 1e4, 1e-4),
-        (([6, 1, 3, 4], [4, 2, 0, 3], 7), torch.bfloat16, 3.0, 4e-3),
-        (([6, 1, 3, 4], [4, 2, 0, 3], 7), torch.float16, 3.0, 5e-4),
+        ((), torch.bfloat16, 3.0, 4e-3),
+        ((), torch.float16, 3.0, 5e-4),
     ],
     ids=["long", "huge", "bfloat16", "float16"],
 )
@@ -142,12 +117,9 @@ def test_tokens_of_probability_0():
     found = transducer_loss(logits, targets, *lengths)
     close([found], [without], 1e-12)
     assert not gradient(found, logits)[..., 5].any()
-
-    logits = logits.detach().clone()
-    logits[0, 2, 1, targets[0, 1]] = -INF
-    logits.requires_grad_()
+    logits.data[0, 2, 1, targets[0, 1]] = -INF
     found = transducer_loss(logits, targets, *lengths, reduction="none")
-    close([found], [losses(logits, targets, *lengths, one=by_enumeration)], 1e-8)
+    close([found], [losses(logits, targets, *lengths)], 1e-8)
     slope = gradient(found.sum(), logits)
     assert slope.isfinite().all()
     assert slope[0, 2, 1, targets[0, 1]] == 0
@@ -159,28 +131,24 @@ def test_an_impossible_target_can_be_left_out():
     logits.requires_grad_()
     found = transducer_loss(logits, *rest, reduction="none")
     assert found.isposinf().tolist() == [False, True, False, False]
-    assert gradient(found.sum(), logits)[1, 0, :3].isnan().all()
-    found = transducer_loss(logits, *rest, reduction="none")
-    slope = gradient(found[found.isfinite()].sum(), logits)
-    assert slope.isfinite().all()
-    assert not slope[1].any()
-    assert slope[0].any()
+    sums = found.sum(), found[found.isfinite()].sum()
+    all_of, some = (torch.autograd.grad(one, logits, retain_graph=True)[0] for one in sums)
+    assert all_of[1, 0, :3].isnan().all()
+    assert some.isfinite().all()
+    assert [bool(row.any()) for row in some] == [True, False, True, True]
 
 
 @pytest.mark.parametrize("rubbish", [NAN, INF, -INF, 1e30])
 def test_padding_is_not_read(rubbish):
     logits, targets, frames, labels = batch()
-    padded = torch.full((4, 9, 8, 7), rubbish, dtype=torch.float64)
-    inside = torch.zeros(padded.shape, dtype=torch.bool)
-    for i, (t, u) in enumerate(zip(frames.tolist(), labels.tolist(), strict=True)):
-        padded[i, :t, : u + 1] = logits[i, :t, : u + 1]
-        inside[i, :t, : u + 1] = True
-    padded.requires_grad_()
+    inside = (torch.arange(9) < frames[:, None])[..., None] & (torch.arange(8) <= labels[:, None])[:, None]
+    padded = torch.nn.functional.pad(logits, (0, 0, 0, 3, 0, 3))
+    padded = padded.masked_fill(~inside[..., None], rubbish).requires_grad_()
     targets = torch.nn.functional.pad(targets, (0, 3), value=99)
     found = transducer_loss(padded, targets, frames, labels, reduction="none")
     close([found], [losses(logits, targets, frames, labels)], 1e-12)
     slope = gradient(found.sum(), padded)
-    assert torch.equal(slope[~inside], torch.zeros_like(slope[~inside]))
+    assert not slope[~inside].any()
     assert slope[inside].isfinite().all()
     assert slope[inside].ne(0).all()
 
@@ -194,8 +162,6 @@ def test_layouts_and_types_of_what_is_given():
     found = transducer_loss(turned, wide_targets, frames.int(), labels.to(torch.int16))
     close([found, gradient(found, turned)], [expected, gradient(expected, logits)])
     assert not transducer_loss(logits.detach(), targets, frames, labels).requires_grad
-    with torch.no_grad():
-        assert not transducer_loss(logits, targets, frames, labels).requires_grad
 
 
 def test_what_cannot_be_differentiated_is_noticed():
@@ -219,10 +185,9 @@ class Sizes(TorchDispatchMode):
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         out = function(*args, **(kwargs or {}))
-        known = {x.untyped_storage().data_ptr() for x in args if isinstance(x, torch.Tensor)}
-        for tensor in out if isinstance(out, tuple | list) else [out]:
-            if isinstance(tensor, torch.Tensor) and tensor.untyped_storage().data_ptr() not in known:
-                self.found.append(tensor.untyped_storage().nbytes())
+        old, new = ([x.untyped_storage() for x in tree_leaves(own) if isinstance(x, Tensor)] for own in (args, out))
+        known = {one.data_ptr() for one in old}
+        self.found += [one.nbytes() for one in new if one.data_ptr() not in known]
         return out
 
 
@@ -257,16 +222,20 @@ def at_once(hidden, prediction, joint, rest, **options):
 @pytest.mark.parametrize("max_cells", [1, 3, 7, 11, 1 << 14])
 @pytest.mark.parametrize("options", [{}, {"reduction": "sum"}, {"reduction": "none"}, {"blank": 6}], ids=str)
 def test_pieces_have_the_loss_and_the_gradients_of_the_whole(max_cells, options):
-    hidden, prediction, joint, rest = make()
+    """And no more cells at a time than allowed."""
+    (hidden, prediction, joint, rest), cells = make(), []
     if "blank" in options:
         rest[0] = rest[0].clamp(max=5)
     tensors = (hidden, prediction, *joint.parameters())
     each = losses(joint(hidden[:, :, None], prediction[:, None]), *rest, blank=options.get("blank", 0))
     expected = {"sum": each.sum(), "none": each}.get(options.get("reduction"), each.mean())
+    joint.register_forward_hook(lambda module, given, logits: cells.append(logits[..., 0].numel()))
     found = joint_transducer_loss(hidden, prediction, joint, *rest, max_cells=max_cells, **options)
-    close([found, at_once(hidden, prediction, joint, rest, **options)], [expected, expected])
+    close([found], [expected])
     weights = torch.tensor([1.0, -2.0, 0.0, 0.5], dtype=torch.float64)[: found.numel()].reshape(found.shape)
     close(*(torch.autograd.grad((loss * weights).sum(), tensors) for loss in (found, expected)))
+    assert max(cells) <= max_cells
+    assert sum(cells) == 2 * int((rest[1] * (rest[2] + 1)).sum())
 
 
 @pytest.mark.parametrize("wanted", ["hidden", "prediction", "head", "nothing"])
@@ -334,19 +303,6 @@ def test_autocast():
         assert (slope - expected).norm() < 0.01 * expected.norm()
 
 
-def test_no_more_cells_at_a_time_than_allowed():
-    hidden, prediction, joint, rest = make()
-    cells = []
-
-    def counted(h, p):
-        cells.append(h.shape[0] * p.shape[1])
-        return joint(h, p)
-
-    joint_transducer_loss(hidden, prediction, counted, *rest, max_cells=4).backward()
-    assert max(cells) <= 4
-    assert sum(cells) == 2 * sum(t * (u + 1) for t, u in zip(rest[1].tolist(), rest[2].tolist(), strict=True))
-
-
 @pytest.mark.parametrize(
     ("changes", "error", "message"),
     [
@@ -394,46 +350,3 @@ def test_torchaudio_agrees():
     found = [transducer_loss(logits, targets, *lengths), theirs]
     torch.testing.assert_close(*found, rtol=1e-5, atol=0)
     torch.testing.assert_close(*(gradient(loss, logits) for loss in found), rtol=0, atol=1e-5)
-
-
-class Trained(torch.nn.Module):
-    """What a training step of a Transducer is to DDP."""
-
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(1)
-        self.encoder, self.joint = torch.nn.Linear(5, 5).double(), TanhJoint()
-
-    def forward(self, hidden, prediction, *rest):
-        return joint_transducer_loss(self.encoder(hidden), prediction, self.joint, *rest, max_cells=5)
-
-
-# DDP gives its process group up with Python's lock held. A thread of gloo that has just ended a sum wants the lock too,
-# and the two wait for each other (torch 2.13). So a model lives as long as its process.
-KEPT = []
-
-
-def ddp_worker(rank, world, folder):
-    torch.set_num_threads(1)
-    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world)
-    try:
-        hidden, prediction, _, rest = make()
-        mine = slice(rank * 4 // world, (rank + 1) * 4 // world)
-        model = DistributedDataParallel(Trained())
-        for _ in range(2):  # DDP raises in the second step if a gradient of the first did not come
-            model.zero_grad()
-            model(hidden[mine], prediction[mine], *(x[mine] for x in rest)).backward()
-        torch.save([parameter.grad for parameter in model.parameters()], folder / f"{rank}.pt")
-        KEPT.append(model)
-    finally:
-        torch.distributed.destroy_process_group()
-
-
-@pytest.mark.slow
-def test_ddp_over_two_processes(tmp_path):
-    run_two(ddp_worker, 2, tmp_path)
-    hidden, prediction, _, rest = make()
-    model = Trained()
-    model(hidden, prediction, *rest).backward()
-    for rank in range(2):
-        close(torch.load(tmp_path / f"{rank}.pt"), [parameter.grad for parameter in model.parameters()])

@@ -1,14 +1,17 @@
-"""CTC beam search with a language model and hotwords, against the sum over all texts and scores by hand."""
+"""CTC beam search with a language model and hotwords, against all texts; files of language models, read and written."""
 
 import base64
 import gzip
 import itertools
 import math
+import random
 import sys
 import zlib
+from collections import Counter
 
 import pytest
 import torch
+from ctc_texts import all_texts
 from tiny_speech import build, make_processor, says_each_frame
 
 from favor.models.conformer import ConformerForTransducer
@@ -50,11 +53,6 @@ def arpa(tmp_path_factory):
     return path
 
 
-@pytest.fixture(scope="module")
-def tokenizer():
-    return LETTERS
-
-
 def by_hand(words):
     """Log probability of a text and its end, by the rule of the ARPA format."""
     total, before = 0.0, "<s>"
@@ -64,88 +62,56 @@ def by_hand(words):
     return LN10 * total
 
 
-def words_of(tokenizer, tokens):
-    return "".join(tokenizer.convert_ids_to_tokens(tokens)).replace("▁", " ").split()
-
-
-def all_texts(logits, size):
-    """Every text that the frames can say, with its CTC log probability."""
-    frames = len(logits)
-    log_probs = logits.double().log_softmax(-1)[:, None]
-    for count in range(frames + 1):
-        for text in itertools.product(range(1, size), repeat=count):
-            target = torch.tensor([text], dtype=torch.long)
-            loss = torch.nn.functional.ctc_loss(log_probs, target, [frames], [count], reduction="none")
-            if loss < 1e9:
-                yield text, -float(loss)
-
-
-def found_of(hypotheses):
-    """Hypotheses of one row: their scores; no text twice, and the best first."""
-    scores = [one.log_prob for one in hypotheses]
-    assert scores == sorted(scores, reverse=True)
-    found = {tuple(one.tokens): one.log_prob for one in hypotheses}
-    assert len(found) == len(hypotheses)
-    return found
-
-
-def logits_of(tokenizer, texts):
-    """Logits where each frame says a token of each of the texts, with their weights, and then comes a blank."""
-    length = len(tokenizer(next(iter(texts))).input_ids)
-    logits = torch.full((2 * length, len(tokenizer)), -30.0)
-    logits[1::2, 0] = 0.0
-    for text, weight in texts.items():
-        logits[range(0, 2 * length, 2), tokenizer(text).input_ids] = weight
-    return logits
-
-
 @pytest.mark.parametrize("frames", [0, 1, 4])
 @pytest.mark.parametrize("known", [False, True])
-def test_every_text_has_its_ctc_probability_and_the_score_of_its_words(arpa, tokenizer, known, frames):
+def test_every_text_has_its_ctc_probability_and_the_score_of_its_words(arpa, known, frames):
     """Against the sum over all texts, or those of known words, each of which begins with a space."""
     torch.manual_seed(0)
-    logits = 2 * torch.randn(1, frames, len(tokenizer))
+    logits = 2 * torch.randn(1, frames, len(LETTERS))
     kind, more = (WordLexicon, {}) if known else (WordScorer, {"hotwords": ["A", "B A"], "hotword_weight": 1.3})
-    scorer = kind(tokenizer, arpa, lm_weight=0.7, word_score=0.4, **more)
-    search = ctc_lexicon_beam if known else ctc_word_beam
+    scorer = kind(LETTERS, arpa, lm_weight=0.7, word_score=0.4, **more)
     expected = {}
-    for text, log_prob in all_texts(logits[0], len(tokenizer)) if frames else [((), 0.0)]:
-        words = words_of(tokenizer, text)
-        if known and not (set(words) <= {"A", "B", "AB"} and list(text) == tokenizer(" ".join(words)).input_ids):
+    for text, log_prob in all_texts(logits[0]) if frames else [((), 0.0)]:
+        words = "".join(LETTERS.convert_ids_to_tokens(text)).replace("▁", " ").split()
+        if known and not (set(words) <= {"A", "B", "AB"} and list(text) == LETTERS(" ".join(words)).input_ids):
             continue
         hot = 0 if known else words.count("A") + sum(pair == ("B", "A") for pair in itertools.pairwise(words))
         expected[text] = log_prob + 0.7 * by_hand(words) + 0.4 * len(words) + 1.3 * hot
-    assert found_of(search(logits, [frames], scorer, beam_size=5000)[0]) == pytest.approx(expected, abs=1e-4)
+    found = ctc_word_beam(logits, [frames], scorer, beam_size=5000)[0]
+    scores = [one.log_prob for one in found]
+    assert scores == sorted(scores, reverse=True)
+    assert dict(zip((tuple(one.tokens) for one in found), scores, strict=True)) == pytest.approx(expected, abs=1e-4)
+    assert len(found) == len(expected)
 
 
-def test_impossible_tokens_are_in_no_hypothesis(tokenizer):
+def test_impossible_tokens_are_in_no_hypothesis():
     torch.manual_seed(1)
-    logits = torch.randn(1, 4, len(tokenizer))
+    logits = torch.randn(1, 4, len(LETTERS))
     logits[:, :, 1:4] = -math.inf
-    found = ctc_word_beam(logits, [4], WordScorer(tokenizer, hotwords=["A"]), 3000)[0]
+    found = ctc_word_beam(logits, [4], WordScorer(LETTERS, hotwords=["A"]), 3000)[0]
     assert {token for one in found for token in one.tokens} == {4, 5}
     assert all(math.isfinite(one.log_prob) for one in found)
 
 
-def test_a_hotword_is_worth_the_same_however_it_is_cut_into_tokens(arpa, tokenizer):
-    scorer = WordScorer(tokenizer, hotwords=["AB A", "A"], hotword_weight=2.0)
+def test_a_hotword_is_worth_the_same_however_it_is_cut_into_tokens(arpa):
+    scorer = WordScorer(LETTERS, hotwords=["AB A", "A"], hotword_weight=2.0)
     expected = {"A": 2, "AB": 0, "AB A": 4, "AB AB": 0, "AB A A": 6, "A AB AB A": 6, "B": 0, "": 0}
-    assert {text: scorer.score(tokenizer(text).input_ids) for text in expected} == pytest.approx(expected)
+    assert {text: scorer.score(LETTERS(text).input_ids) for text in expected} == pytest.approx(expected)
     context, total = scorer.start(), 0.0
-    for token, sum_so_far in zip(tokenizer("AB A").input_ids, (0, 2, 1, 1.5, 2), strict=True):
+    for token, sum_so_far in zip(LETTERS("AB A").input_ids, (0, 2, 1, 1.5, 2), strict=True):
         context, gain = scorer.advance(context, token)
         total += gain
         assert total == pytest.approx(sum_so_far)  # of a whole hotword, or of the letters of one that has begun
 
 
-def test_a_hotword_outside_of_the_model_has_the_probability_of_a_rare_word(tmp_path, tokenizer):
+def test_a_hotword_outside_of_the_model_has_the_probability_of_a_rare_word(tmp_path):
     path = tmp_path / "closed.arpa"
     path.write_text("\n".join(ARPA).replace("ngram 1=6", "ngram 1=5").replace("-1.5\t<unk>\n", ""))
-    tokens = tokenizer("BA").input_ids
+    tokens = LETTERS("BA").input_ids
     options = {"language_model": NgramModel(path), "lm_weight": 1.0, "word_score": 0.0}
     end = LN10 * UNIGRAMS["</s>"][0]
-    assert WordScorer(tokenizer, **options).score(tokens) == pytest.approx(LN10 * -100.3 + end)
-    scorer = WordScorer(tokenizer, hotwords=["BA"], hotword_weight=3.0, **options)
+    assert WordScorer(LETTERS, **options).score(tokens) == pytest.approx(LN10 * -100.3 + end)
+    scorer = WordScorer(LETTERS, hotwords=["BA"], hotword_weight=3.0, **options)
     assert scorer.score(tokens) == pytest.approx(LN10 * -7 + end + 3)
 
 
@@ -166,24 +132,23 @@ def test_files_of_language_models(arpa, tmp_path, kind):
         assert total + model.finish(state) == pytest.approx(by_hand(words), abs=1e-5)
 
 
-def test_long_rows_are_searched_in_pieces(arpa, tokenizer, monkeypatch):
+def test_long_rows_are_searched_in_pieces(arpa, monkeypatch):
     """Cut at blanks, the best text, its score and its times are those of one search."""
-    text = "AB A BA AB B A"
-    tokens = tokenizer(text).input_ids
-    logits = torch.full((3 * len(tokens), len(tokenizer)), -4.0)
+    tokens = LETTERS("AB A BA AB B A").input_ids
     torch.manual_seed(2)
-    logits += 0.5 * torch.randn(logits.shape)
-    logits[range(0, len(logits), 3), tokens] = 6.0
-    logits[range(1, len(logits), 3), tokens] = 5.0
-    logits[2::3, 0] = 20.0
-    scorer = WordScorer(tokenizer, arpa, hotwords=["AB B", "BA"], hotword_weight=2.0)
-    whole, times = (search(logits[None], [len(logits)], scorer)[0] for search in (ctc_word_beam, search_emissions))
-    assert times == ctc_align(logits[None], [len(logits)], [tokens])[0]
+    frames = 3 * len(tokens)
+    logits = 0.5 * torch.randn(1, frames, len(LETTERS)) - 4.0
+    logits[0, range(0, frames, 3), tokens] = 6.0
+    logits[0, range(1, frames, 3), tokens] = 5.0
+    logits[0, 2::3, 0] = 20.0
+    scorer = WordScorer(LETTERS, arpa, hotwords=["AB B", "BA"], hotword_weight=2.0)
+    whole, times = (search(logits, [frames], scorer)[0] for search in (ctc_word_beam, search_emissions))
+    assert times == ctc_align(logits, [frames], [tokens])[0]
     monkeypatch.setattr(WordScorer, "piece", 10)
-    pieces = ctc_word_beam(logits[None], [len(logits)], scorer, piece=10)[0]
+    pieces = ctc_word_beam(logits, [frames], scorer, piece=10)[0]
     assert whole[0].tokens == pieces[0].tokens == tokens
     assert pieces[0].log_prob == pytest.approx(whole[0].log_prob, abs=1e-3)
-    assert search_emissions(logits[None], [len(logits)], scorer)[0] == times
+    assert search_emissions(logits, [frames], scorer)[0] == times
 
 
 @pytest.mark.parametrize(
@@ -206,6 +171,7 @@ def test_refusals_of_files(tmp_path, content, message):
 
 
 LM = {"language_model": "lm.arpa"}
+WRONG = ("TWO WORDS", "", "</s>")
 ZEROS = torch.zeros(1, 2, len(LETTERS))
 
 
@@ -223,10 +189,13 @@ ZEROS = torch.zeros(1, 2, len(LETTERS))
         (lambda: WordScorer(LETTERS, "small.arpa"), "no word that the tokenizer can write; one .* is 'a'"),
         (lambda: WordLexicon(LETTERS, "small.arpa"), "no word that the tokenizer can write; one .* is 'a'"),
         (lambda: WordLexicon(LETTERS, "lm.arpa", lm_weight=-1), "lm_weight must be a number of at least 0"),
-        (
-            lambda: WordLexicon(train_tokenizer(["A B", "AB BA"] * 9, "bpe", 8), "lm.arpa"),
-            "tokenizer must be one of characters for a lexicon",
-        ),
+        (lambda: WordLexicon(train_tokenizer(["A B", "AB BA"] * 9, "bpe", 8), "lm.arpa"), "must be one of characters"),
+        (lambda: write_arpa(["A"], "lm", 1), "order must be 2 to 6, which KenLM reads, got 1"),
+        (lambda: write_arpa(["A"], "lm", 7), "order must be 2 to 6, which KenLM reads, got 7"),
+        *((lambda word=word: write_arpa(["A"], "lm", words=[word]), "must be single words") for word in WRONG),
+        (lambda: write_arpa("A B", "lm"), "texts must be a list of texts, or lines of a file, got a string"),
+        (lambda: write_arpa(["", " "], "lm"), "texts must hold at least one word"),
+        (lambda: write_arpa(["A <unk>"], "lm"), "texts must not hold <s>, </s>, <unk>, got 'A <unk>'"),
         (lambda: ctc_word_beam(ZEROS, [2], WordScorer(LETTERS), 0), "beam_size must be at least 1, got 0"),
         (lambda: ctc_word_beam(ZEROS[..., 1:], [2], WordScorer(LETTERS)), r"logits must be \[B, L, 6\]"),
         (lambda: ctc_word_beam(ZEROS + math.nan, [2], WordScorer(LETTERS)), "logits must be finite"),
@@ -242,16 +211,14 @@ def test_refusals(arpa, call, message, tmp_path, monkeypatch):
         call()
 
 
-@pytest.fixture(scope="module")
-def models(tokenizer):
-    """A CTC model that says one letter per frame, a Transducer, and their processor."""
-    transducer = build(ConformerForTransducer, vocab_size=len(tokenizer))
-    return says_each_frame(len(tokenizer)), transducer, make_processor("A B", "AB BA")
+# One says one letter per frame.
+MODELS = says_each_frame(len(LETTERS)), build(ConformerForTransducer, vocab_size=len(LETTERS))
+PROCESSOR = make_processor("A B", "AB BA")
 
 
 @pytest.mark.parametrize("known_words", [False, True])
-def test_transcribe_searches_with_times(models, arpa, known_words):
-    model, _, processor = models
+def test_transcribe_searches_with_times(arpa, known_words):
+    model, processor = MODELS[0], PROCESSOR
     torch.manual_seed(3)
     waveforms = [0.1 * torch.randn(length).numpy() for length in (12000, 20000)]
     options = {"lm_weight": 2.0, "word_score": 2.5, "hotwords": ["B AB"], "hotword_weight": 2.0}
@@ -292,42 +259,118 @@ def test_transcribe_searches_with_times(models, arpa, known_words):
         ({"known_words": True, "language_model": "lm", "beam_size": 1}, "beam_size must be above 1", None),
     ],
 )
-def test_transcribe_refuses_what_it_would_ignore(models, options, message, of_transducer):
-    for model, said in zip(models, (message, of_transducer), strict=False):
+def test_transcribe_refuses_what_it_would_ignore(options, message, of_transducer):
+    for model, said in zip(MODELS, (message, of_transducer), strict=True):
         if said is not None:
             with pytest.raises(ValueError, match=said):
-                model.transcribe(torch.zeros(9000), processor=models[2], **options)
+                model.transcribe(torch.zeros(9000), processor=PROCESSOR, **options)
 
 
-def test_a_search_without_its_package_names_the_extra(models, monkeypatch):
-    model, _, processor = models
+def test_a_search_without_its_package_names_the_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "flashlight", None)
     for options in ({"beam_size": 4}, {"hotwords": ["A"]}, {"language_model": "lm.arpa"}):
         with pytest.raises(ImportError, match=r'flashlight-text is not installed .*`pip install "favor\[lm\]"`'):
-            model.transcribe(torch.zeros(9000), processor=processor, **options)
+            MODELS[0].transcribe(torch.zeros(9000), processor=PROCESSOR, **options)
 
 
-def test_a_lexicon_searches_long_rows_in_pieces(tokenizer, tmp_path, monkeypatch):
-    """Cut in the middle of the longest pause; each piece is a text of its own. A sure blank parts equal letters."""
-    lexicon = WordLexicon(tokenizer, write_arpa(["A B AB BB"], tmp_path / "lm.arpa"), lm_weight=0.7, word_score=0.4)
-    said = [logits_of(tokenizer, {text: 0.0}) for text in ("A B", "AB", "B A BB")]
-    pause = torch.full((9, len(tokenizer)), -30.0)
-    pause[:, 0] = 0.0
-    logits = torch.cat([said[0], pause, said[1], pause, said[2]])[None]
-    whole, cut = (ctc_lexicon_beam(logits, [logits.shape[1]], lexicon, piece=most)[0][0] for most in (1000, 28))
-    assert tokenizer.decode(whole.tokens, group_tokens=False) == "A B AB B A BB"
-    assert cut.tokens == whole.tokens
-    texts = (["A", "B", "AB"], ["B", "A", "BB"])
-    assert cut.log_prob == pytest.approx(sum(map(lexicon.score, texts)), abs=1e-3)
-    times = ctc_align(logits, [logits.shape[1]], [whole.tokens])
-    monkeypatch.setattr(WordLexicon, "piece", 28)
-    assert search_emissions(logits, [logits.shape[1]], lexicon) == times
-
-
-def test_a_row_that_says_nothing_has_no_words(arpa, tokenizer):
-    lexicon = WordLexicon(tokenizer, arpa)
-    logits = torch.full((1, 3, len(tokenizer)), -math.inf)
-    logits[..., tokenizer.unk_token_id] = 0.0
+def test_a_row_that_says_nothing_has_no_words(arpa):
+    lexicon = WordLexicon(LETTERS, arpa)
+    logits = torch.full((1, 3, len(LETTERS)), -math.inf)
+    logits[..., LETTERS.unk_token_id] = 0.0
     assert ctc_lexicon_beam(logits, [3], lexicon) == [[]]
     assert search_emissions(logits, [3], lexicon) == [[]]
     assert ctc_lexicon_beam(logits, [3], lexicon, piece=3)[0] == []
+
+
+@pytest.mark.parametrize("order", [2, 3, 6])
+def test_a_written_model_gives_a_probability_to_every_word(tmp_path, order):
+    texts = ["THE CAT SAT", "THE DOG SAT ON THE CAT", "A", "", "THE CAT SAT ON THE MAT", "SAT SAT SAT"]
+    model = NgramModel(write_arpa(texts, tmp_path / "lm.arpa", order))
+    assert model.words == {word for text in texts for word in text.split()}
+    for history in ("", "THE", "THE CAT", "ON THE CAT", "SAT", "MAT MAT", "BIRD", "SAT ON THE CAT SAT SAT"):
+        state = model.start()
+        for word in history.split():
+            state, _ = model.score(state, word)
+        each = [math.exp(model.score(state, word)[1]) for word in [*model.words, "BIRD"]]
+        assert sum(each) + math.exp(model.finish(state)) == pytest.approx(1, abs=1e-4)
+
+
+def test_a_written_model_by_hand(tmp_path):
+    """Two texts, too few for discounts of their own: 0.5 from all counts of 1, and 1 from counts of 2.
+
+    Before A are 1, before B 2, before C 1 and before the end 2 different words, in all 6, over 5 kinds with `<unk>`.
+    """
+    model = NgramModel(write_arpa(["A B", "B C"], tmp_path / "lm.arpa", 2))
+    before = {"A": 0.5, "B": 2 - 1, "C": 0.5, "</s>": 2 - 1, "D": 0}
+    alone = {word: (count + (0.5 + 1 + 0.5 + 1) / 5) / 6 for word, count in before.items()}
+    after_begin = {word: (count + 2 * 0.5 * alone[word]) / 2 for word, count in {"A": 0.5, "B": 0.5, "D": 0}.items()}
+    for word, expected in after_begin.items():
+        assert math.exp(model.score(model.start(), word)[1]) == pytest.approx(expected, abs=1e-5)
+        assert math.exp(model.score(model.start(in_text=True), word)[1]) == pytest.approx(alone[word], abs=1e-5)
+    state, _ = model.score(model.start(), "B")
+    assert math.exp(model.finish(state)) == pytest.approx((0.5 + 2 * 0.5 * alone["</s>"]) / 2, abs=1e-5)
+
+
+def test_discounts_out_of_range_are_those_of_few_counts(tmp_path):
+    """Words said one, two, three times and, five of them, four times: 3 or more would give 3 - 4 / 3 * 5 = -3.7.
+
+    As a first word one said four times has 4 of 26, less 1.5. A word is preceded by a beginning alone, and the end by
+    eight words, in all 16, over 10 kinds with `<unk>`.
+    """
+    texts = [f"W{word}" for word, times in enumerate((1, 2, 3, 4, 4, 4, 4, 4)) for _ in range(times)]
+    model = NgramModel(write_arpa(texts, tmp_path / "lm.arpa", 2))
+    alone = (1 - 0.5 + (8 * 0.5 + 1.5) / 10) / 16
+    expected = (4 - 1.5 + (0.5 + 1 + 6 * 1.5) * alone) / 26
+    assert math.exp(model.score(model.start(), "W7")[1]) == pytest.approx(expected, abs=1e-5)
+
+
+def kneser_ney(texts, words, history, word):
+    """P(word | history) straight from the texts, by equations 26 and 27 of Chen and Goodman (1999), order 3."""
+    grams = [
+        [tuple(text[place : place + size]) for text in texts for place in range(len(text) - size + 1)]
+        for size in (1, 2, 3)
+    ]
+    counts = [Counter(found) for found in grams]
+    for size in (0, 1):
+        before = Counter(gram[1:] for gram in counts[size + 1])
+        counts[size] = {gram: counts[size][gram] if gram[0] == "<s>" else before[gram] for gram in counts[size]}
+    del counts[0][("<s>",)]
+
+    def probability(history):
+        own = {gram[-1]: count for gram, count in counts[len(history)].items() if gram[:-1] == history}
+        shorter = probability(history[1:]) if history else 1 / (len(words) + 2)
+        if not own:
+            return shorter
+        once, twice, thrice, often = (list(counts[len(history)].values()).count(number) for number in range(1, 5))
+        part = once / (once + 2 * twice)
+        taken = [0, 1 - 2 * part * twice / once, 2 - 3 * part * thrice / twice, 3 - 4 * part * often / thrice]
+        discounted = own.get(word, 0) - taken[min(3, own.get(word, 0))]
+        return (discounted + shorter * sum(taken[min(3, count)] for count in own.values())) / sum(own.values())
+
+    return probability(history)
+
+
+def test_a_written_model_is_smoothed_as_kneser_and_ney_do(tmp_path):
+    generator = random.Random(0)
+    words = [f"W{number}" for number in range(40)]
+    weights = [1 / (number + 1) for number in range(40)]
+    texts = [generator.choices(words, weights, k=generator.randint(1, 6)) for _ in range(120)]
+    model = NgramModel(write_arpa([" ".join(text) for text in texts], tmp_path / "lm.arpa", 3))
+    said = [["<s>", *text, "</s>"] for text in texts]
+    for text in texts[:12]:
+        state, history = model.start(), ("<s>",)
+        for word in [*text, "W0", "W7"]:
+            expected = kneser_ney(said, model.words, history, word)
+            state, log_prob = model.score(state, word)
+            assert math.exp(log_prob) == pytest.approx(expected, rel=1e-4)
+            history = (*history, word)[-2:]
+
+
+def test_more_words_of_a_written_model(tmp_path):
+    """Words that the texts lack are as probable as `<unk>`, and all probabilities still sum to 1."""
+    model = NgramModel(write_arpa(["A B", "B A A"], tmp_path / "lm.arpa", 2, words=["NEW", "A"]))
+    assert model.words == {"A", "B", "NEW"}
+    start = model.start()
+    scores = {word: model.score(start, word)[1] for word in ("A", "B", "NEW", "OTHER")}
+    assert scores["NEW"] == pytest.approx(scores["OTHER"])
+    assert sum(map(math.exp, [*scores.values(), model.finish(start)])) == pytest.approx(1, abs=1e-4)

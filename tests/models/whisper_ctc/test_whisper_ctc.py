@@ -57,15 +57,6 @@ def waveform(seconds, seed=0):
 
 
 @pytest.fixture(scope="module")
-def whisper():
-    torch.manual_seed(0)
-    decoder = {"decoder_layers": 1, "decoder_attention_heads": 2, "decoder_ffn_dim": 32, "max_target_positions": 8}
-    special = {"pad_token_id": 1, "bos_token_id": 1, "eos_token_id": 1, "decoder_start_token_id": 2}
-    config = WhisperConfig(**SIZES, **decoder, **special, vocab_size=50, max_source_positions=POSITIONS)
-    return WhisperForConditionalGeneration(config).eval()
-
-
-@pytest.fixture(scope="module")
 def saved(tmp_path_factory):
     """A folder with a model whose outputs vary, and its processor."""
     folder = tmp_path_factory.mktemp("saved")
@@ -82,7 +73,12 @@ def loaded(folder):
 
 
 @torch.no_grad()
-def test_hidden_states_are_those_of_transformers(whisper):
+def test_hidden_states_are_those_of_transformers():
+    torch.manual_seed(0)
+    decoder = {"decoder_layers": 1, "decoder_attention_heads": 2, "decoder_ffn_dim": 32, "max_target_positions": 8}
+    special = {"pad_token_id": 1, "bos_token_id": 1, "eos_token_id": 1, "decoder_start_token_id": 2}
+    config = WhisperConfig(**SIZES, **decoder, **special, vocab_size=50, max_source_positions=POSITIONS)
+    whisper = WhisperForConditionalGeneration(config).eval()
     model = WhisperForCTC.from_whisper(whisper, 7).eval()
     given, _ = features(2 * POSITIONS, 2 * POSITIONS)
     ours, theirs = model.encoder(given).last_hidden_state, whisper.model.encoder(given.mT).last_hidden_state
@@ -105,25 +101,13 @@ def test_padding_has_no_effect(backend):
 
 def test_loss_is_that_of_torch_and_reaches_every_weight():
     model = make(dropout=0.0, head_dropout=0.0, ctc_loss_reduction="sum").train()
-    given, mask = features(120, 60)
-    labels = torch.tensor([[1, 2, 2], [3, -100, -100]])
-    found = model(given, mask, labels)
-    expected = torch.nn.functional.ctc_loss(
-        found.logits.log_softmax(-1).transpose(0, 1), torch.tensor([1, 2, 2, 3]), (60, 30), (3, 1), reduction="sum"
-    )
+    found = model(*features(120, 60), torch.tensor([[1, 2, 2], [3, -100, -100]]))
+    rows, texts = found.logits.log_softmax(-1).transpose(0, 1), torch.tensor([1, 2, 2, 3])
+    expected = torch.nn.functional.ctc_loss(rows, texts, (60, 30), (3, 1), reduction="sum")
     torch.testing.assert_close(found.loss, expected)
     found.loss.backward()
-    still = [name for name, one in model.named_parameters() if one.requires_grad and one.grad is None]
-    assert still == []
-    assert not model.encoder.embed_positions.weight.requires_grad
-
-
-def test_positions_begin_again():
-    model = make(sliding_window=5)
-    table = sinusoids(POSITIONS, 32)
-    for length in (1, POSITIONS, 3 * POSITIONS - 1):
-        expected = torch.stack([table[frame % POSITIONS] for frame in range(length)])
-        assert torch.allclose(model.encoder.positions(torch.zeros(1, length, 32)), expected, atol=1e-6)
+    still = [name for name, one in model.named_parameters() if one.grad is None]
+    assert still == ["encoder.embed_positions.weight"]
 
 
 @torch.no_grad()
@@ -138,7 +122,7 @@ def test_a_sliding_window_keeps_attention_to_the_frames_nearby(backend):
     dense = make(attn_implementation="eager")
     hidden, real = dense.encoder.subsample(given, mask)
     seen = near & real[:, None, None].bool()
-    hidden = hidden + dense.encoder.positions(hidden)
+    hidden = hidden + sinusoids(POSITIONS, 32)[frames % POSITIONS]
     for layer in dense.encoder.layers:
         hidden = layer(hidden, torch.zeros(seen.shape).masked_fill(~seen, torch.finfo(torch.float32).min))
     expected = dense.encoder.layer_norm(hidden)
@@ -150,11 +134,10 @@ def test_a_sliding_window_keeps_attention_to_the_frames_nearby(backend):
 def test_more_frames_than_positions_are_reported_without_a_sliding_window(monkeypatch):
     said = []
     monkeypatch.setattr(modeling_whisper_ctc._logger, "warning_once", said.append)
-    with torch.no_grad():
-        make()(features(2 * POSITIONS)[0])
-        make(sliding_window=5)(features(2 * POSITIONS + 2)[0])
-        assert said == []
-        make()(features(2 * POSITIONS + 2)[0])
+    make()(features(2 * POSITIONS)[0])
+    make(sliding_window=5)(features(2 * POSITIONS + 2)[0])
+    assert said == []
+    make()(features(2 * POSITIONS + 2)[0])
     assert f"got {POSITIONS + 1} frames" in said[0]
     assert f"set config.sliding_window, for example to {POSITIONS // 4}." in said[0]
 
@@ -183,21 +166,15 @@ def test_features_are_those_of_transformers_and_do_not_depend_on_the_batch():
         (lambda model, _: model(torch.zeros(1, 80, 200)), r"must be \[batch, time, 80\], got \(1, 80, 200\)"),
         (lambda model, _: model(GIVEN[0], GIVEN[1].flip(1)), "padding on the right: ones, then zeros"),
         (lambda model, _: model(GIVEN[0], GIVEN[1][:, :10]), r"must be \[2, 20\], as the features, got \[2, 10\]"),
-        (lambda model, _: WhisperCTCConfig(ctc_loss_reduction="none"), "ctc_loss_reduction must be"),
-        (lambda model, _: WhisperCTCConfig(sliding_window=0), "sliding_window must be"),
-        (lambda model, _: WhisperCTCConfig(head_layers=10**6), "head_layers must be"),
-        (
-            lambda model, _: WhisperCTCFeatureExtractor()(waveform(1), sampling_rate=16000, max_length=3),
-            "max_length: features are as long as the audio, leave it out",
-        ),
+        (lambda *_: WhisperCTCConfig(ctc_loss_reduction="none"), "ctc_loss_reduction must be"),
+        (lambda *_: WhisperCTCConfig(sliding_window=0), "sliding_window must be"),
+        (lambda *_: WhisperCTCConfig(head_layers=10**6), "head_layers must be"),
+        (lambda *_: WhisperCTCFeatureExtractor()(waveform(1), 16000, max_length=3), "max_length: features are as long"),
         (lambda model, _: WhisperForCTC.from_whisper(model, 7), "model must be a Whisper of transformers, got Whisper"),
         (lambda model, processor: model.stream(processor, step=0), "step must be above 0"),
         (lambda model, processor: model.stream(processor, look_ahead=0.33), "in frames of 0.02 s; got 1, 0.33 and 10"),
         (lambda model, processor: model.stream(processor), "must last at most 2 s together, got 12 s"),
-        (
-            lambda model, processor: model.train().stream(processor, step=0.2, look_ahead=0.1, context=0.4),
-            "needs a model in evaluation mode",
-        ),
+        (lambda model, processor: model.train().stream(processor), "needs a model in evaluation mode"),
     ],
 )
 def test_what_is_refused(saved, call, message):
@@ -209,32 +186,30 @@ def test_what_is_refused(saved, call, message):
 def test_saved_with_its_backend(tmp_path):
     model = make(attn_implementation="favor#", favor={"exact_below": 0, "num_features": 8, "seed": 3})
     model.save_pretrained(tmp_path)
-    given, mask = features(90, 60)
-    for kind in (WhisperForCTC, AutoModelForCTC):
-        again = kind.from_pretrained(tmp_path).eval()
-        assert isinstance(again, WhisperForCTC)
-        assert torch.equal(again(given, mask).logits, model(given, mask).logits)
+    again = AutoModelForCTC.from_pretrained(tmp_path).eval()
+    assert isinstance(again, WhisperForCTC)
+    assert torch.equal(again(*GIVEN).logits, model(*GIVEN).logits)
     exact = WhisperForCTC.from_pretrained(tmp_path, attn_implementation="sdpa").eval()
-    assert not torch.allclose(exact(given, mask).logits, model(given, mask).logits)
+    assert not torch.allclose(exact(*GIVEN).logits, model(*GIVEN).logits)
 
 
 @torch.no_grad()
 def test_text_with_times(saved):
     model, processor = loaded(saved)
-    sounds = [waveform(1.5), waveform(0.8, 1)]
-    found = model.transcribe(sounds, return_timestamps="word")
+    sounds = [waveform(4.1, 2), waveform(1.5), waveform(0.8, 1)]  # the first is longer than the positions
+    found = model.transcribe(sounds, 1, return_timestamps="word")
     for sound, one in zip(sounds, found, strict=True):
-        inputs = processor(sound, sampling_rate=16000)
-        logits = model(inputs["input_features"]).logits
-        (tokens,) = ctc_greedy(logits, [logits.shape[1]])
+        logits, lengths = model.window_logits(**processor(sound, sampling_rate=16000))
+        (tokens,) = ctc_greedy(logits, lengths)
         assert one.text == processor.tokenizer.decode(tokens, group_tokens=False)
         assert one.text
         assert [span.text for span in one.spans] == one.text.split()
         assert all(0 <= span.start < span.end <= len(sound) / 16000 + 0.02 for span in one.spans)
         assert all(round(span.start / 0.02, 3).is_integer() for span in one.spans)
-    piped = pipeline("automatic-speech-recognition", model=str(saved))(sounds[0].copy(), return_timestamps="word")
-    assert [chunk["text"] for chunk in piped["chunks"]] == found[0].text.split()
-    (aligned,) = ctc_align(logits, [logits.shape[1]], processor.labels("AB CD"))
+    assert found[0].spans[-1].end > 3.5
+    piped = pipeline("automatic-speech-recognition", model=str(saved))(sounds[1].copy(), return_timestamps="word")
+    assert [chunk["text"] for chunk in piped["chunks"]] == found[1].text.split()
+    (aligned,) = ctc_align(logits, lengths, processor.labels("AB CD"))
     assert [word.text for word in join_words(processor.tokenizer.spans(aligned))] == ["AB", "CD"]
 
 
@@ -254,50 +229,38 @@ def test_windows_of_long_recordings():
     torch.testing.assert_close(short, model(given[:, : 2 * POSITIONS]).logits)
 
 
-def test_long_audio_is_transcribed_by_windows(saved):
-    model, processor = loaded(saved)
-    sound = waveform(4.1)
-    (tokens,) = ctc_greedy(*model.window_logits(**processor(sound, sampling_rate=16000)))
-    (found,) = model.transcribe(sound, processor=processor, return_timestamps="word")
-    assert found.text == processor.tokenizer.decode(tokens, group_tokens=False)
-    assert found.spans[-1].end > 3.5
-
-
 @torch.no_grad()
 def test_a_stream_is_its_windows(saved):
     """However the audio is cut into pieces, each step has the logits of its window."""
-    model, processor = loaded(saved)
-    sound = waveform(2.37)
-    settings = {"step": 0.2, "look_ahead": 0.3, "context": 0.4}
-    streams = []
-    for size in (1000, 16000, len(sound)):
-        streams.append(model.stream(processor, **settings))
-        for start in range(0, len(sound), size):
-            streams[-1].feed(sound[start : start + size])
-        assert streams[-1].seconds == pytest.approx(2.0)
-        streams[-1].finish()
-        assert streams[-1].seconds == pytest.approx(2.38)
-    expected = []
+    (model, processor), sound, expected = loaded(saved), waveform(2.37), []
     for first in range(0, 119, 10):
         start, last = max(0, first - 20), min(first + 25, 119)
         inputs = processor(sound[320 * start : 320 * last], sampling_rate=16000)
         expected.append(model(inputs["input_features"]).logits[0, first - start : min(first + 10, 119) - start])
     (found,) = ctc_emissions(torch.cat(expected)[None], [119])
     tokens = [one.token for one in found]
-    for stream in streams:
+    stream = model.stream(processor, step=0.2, look_ahead=0.3, context=0.4)
+    for size in (1000, 16000, len(sound)):
+        for piece in torch.from_numpy(sound).split(size):
+            stream.feed(piece)
+        assert stream.seconds == pytest.approx(2.0)
+        stream.finish()
+        assert stream.seconds == pytest.approx(2.38)
+        for call in (lambda: stream.feed(sound), stream.finish):
+            with pytest.raises(ValueError, match="the recording has ended with finish: call reset to begin another"):
+                call()
         assert [one.token for one in stream.emissions] == tokens
         sure = [one.confidence for one in stream.emissions]
         assert sure == pytest.approx([one.confidence for one in found], abs=1e-4)
         assert stream.text == processor.tokenizer.decode(tokens, group_tokens=False)
         assert [word.text for word in stream.words] == stream.text.split()
-    streams[0].reset()
-    assert (streams[0].text, streams[0].seconds) == ("", 0)
+        stream.reset()
+        assert (stream.text, stream.seconds) == ("", 0)
 
 
 def kept(stream):
     """Bytes of tensors that a stream holds beside its model, processor and scorer."""
-    seen = {id(one) for one in (stream.model, stream.processor, stream.scorer, None)}
-    found, waiting = {}, [vars(stream)]
+    seen, found, waiting = {*map(id, (stream.model, stream.processor, stream.scorer, None))}, {}, [vars(stream)]
     while waiting:
         one = waiting.pop()
         if id(one) not in seen and not isinstance(one, type):
@@ -313,10 +276,7 @@ SEARCHES = ["greedy", "phonemes", *(pytest.param(one, marks=needs_search) for on
 
 @pytest.mark.parametrize("search", SEARCHES)
 def test_a_stream_goes_on_with_its_search(search, tmp_path, monkeypatch):
-    """What it finds is that of one search over all logits, to the bit in any pieces, whenever the text is asked for.
-
-    No frame is searched once it cannot change the text, and what is kept does not grow.
-    """
+    """It finds what one search over all logits finds, searches no frame much later, and its state does not grow."""
     tokenizer, lexicon = train_tokenizer(["A B AB"], "char"), None
     if search == "phonemes":  # whose text has no space at its end
         (tmp_path / "lexicon.txt").write_text("AB\tA B\nA\tA\n")
