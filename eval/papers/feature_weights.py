@@ -13,10 +13,9 @@ from __future__ import annotations
 
 import argparse
 import copy
-import sys
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path
 from statistics import fmean
@@ -24,19 +23,19 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
 from transformers import PreTrainedModel
 
 import favor
-from favor import favor_attention
-from favor import features as families
-from favor.config import FavorConfig, feature_family
+from favor.eval.approximation import variants as measured
 from favor.eval.approximation.model import load, text_inputs
 from favor.eval.common import report
 from favor.eval.common.pretrained import PACKAGE, minilm_path
 from favor.eval.common.program import add_results, device_or_default
 from favor.eval.papers.common import panels, save
 from favor.integrations.adapt.observe import Observation, observe, relative_error
-from favor.integrations.layer import attention_modules, stored_parameters
+from favor.integrations.layer import attention_modules
+from favor.registry import family_of
 from favor.train.common.program import Parser, program
 from favor.train.text.samples import samples
 
@@ -75,15 +74,7 @@ PLAIN, CALIBRATED, WEIGHTS, REFINED = "no weights", "calibrated, no weights", "w
 
 @dataclass(frozen=True)
 class Variant:
-    """A backend and the kind of its learned parameters.
-
-    Attributes:
-        backend: "favor+", "favor#" or one with a family, "favor#:sderf".
-        num_features: M.
-        window: tokens of exact blocks, 0 for no blocks.
-        kind: PLAIN, CALIBRATED, WEIGHTS or REFINED.
-        seed: draws the directions.
-    """
+    """A backend ("favor+", "favor#:sderf"), M, window, kind of learned parameters, and the seed of its directions."""
 
     backend: str
     num_features: int
@@ -91,20 +82,23 @@ class Variant:
     kind: str
     seed: int
 
-    def options(self) -> dict[str, Any]:
-        """Gives the options of the backend."""
-        features = self.backend.partition(":")[2] or None
-        own = {"num_features": self.num_features, "window": self.window, "seed": self.seed, "features": features}
-        return own | {"exact_below": 0, "statistics": "batch" if self.kind == PLAIN else "calibrated"}
-
     def calibrated(self, model: PreTrainedModel, batches: Iterable[dict[str, Tensor]]) -> PreTrainedModel:
         """Makes a calibrated copy of a model, with all that the variant learns."""
-        options = {name: value for name, value in self.options().items() if name != "statistics"}
+        name, _, features = self.backend.partition(":")
+        options: dict[str, Any] = {"num_features": self.num_features, "window": self.window, "seed": self.seed}
+        options |= {"features": features or None, "exact_below": 0}
         if self.kind != CALIBRATED:
-            options["feature_weights"] = True
-            options["refine_steps"] = None if self.kind == REFINED else 0
-        name = self.backend.partition(":")[0]
+            options |= {"feature_weights": True, "refine_steps": None if self.kind == REFINED else 0}
         return favor.calibrate(copy.deepcopy(model), batches, attn_implementation=name, **options)
+
+    def attention(self, model: PreTrainedModel | None, seen: Observation) -> Tensor:
+        """Computes the attention on queries, keys and values of a layer, with the parameters that the model holds."""
+        name, _, features = self.backend.partition(":")
+        stored = {} if model is None else {self.kind: attention_modules(model)}
+        kind = (None, "batch") if model is None else (self.kind, "calibrated")
+        own = measured.Variant(name, features or None, self.num_features, self.window, *kind)
+        heads = measured.HeadErrors([own], self.seed, converted=stored)
+        return heads.output(own, seen, torch.arange(seen.query.shape[2]))
 
 
 @dataclass
@@ -118,16 +112,12 @@ class Divergences:
     @torch.no_grad()
     def __call__(self, seen: Observation) -> None:
         """Adds one call of a layer, without padding."""
-        groups, keys = seen.query.shape[1] // seen.key.shape[1], seen.key.shape[2]
-        logits = seen.scale * seen.query @ seen.key.repeat_interleave(groups, 1).transpose(-1, -2)
-        if seen.is_causal:
-            later = torch.ones(logits.shape[-2:], dtype=torch.bool, device=logits.device).triu(1)
-            logits = logits.masked_fill(later, -torch.inf)
-        exact = logits.softmax(-1)
-        value = seen.value.repeat_interleave(groups, 1)
-        eye = torch.eye(keys, device=seen.key.device).expand(*seen.key.shape[:2], -1, -1)
+        value = seen.value.repeat_interleave(seen.query.shape[1] // seen.key.shape[1], 1)
+        eye = torch.eye(seen.key.shape[2], device=seen.key.device).expand(*seen.key.shape[:2], -1, -1)
+        options = {"is_causal": seen.is_causal, "scale": seen.scale, "enable_gqa": True}
+        exact = scaled_dot_product_attention(seen.query, seen.key, eye, **options)
         for variant, model in self.models.items():
-            rows = attention(variant, model, seen, eye)
+            rows = variant.attention(model, seen._replace(value=eye, output=exact))
             least = torch.finfo(rows.dtype).tiny
             divergence = (torch.special.xlogy(exact, exact) - exact * rows.clamp(min=least).log()).sum(-1)
             # As numbers: small tensors between large ones would keep the memory of the large ones in use.
@@ -140,34 +130,15 @@ class Divergences:
         return divergence, error
 
 
-def attention(variant: Variant, model: PreTrainedModel | None, seen: Observation, value: Tensor) -> Tensor:
-    """Computes the attention of a variant, whose parameters the model holds, on queries and keys and given values."""
-    config = FavorConfig(**variant.options())
-    name, arguments = feature_family(variant.backend.partition(":")[0], config)
-    parameters = None if model is None else stored_parameters(attention_modules(model)[seen.layer])
-    return favor_attention(
-        seen.query,
-        seen.key,
-        value,
-        features=families.get(name, **arguments),
-        num_features=config.num_features,
-        is_causal=seen.is_causal,
-        scale=seen.scale,
-        seed=config.seed,
-        layer=seen.layer,
-        window=config.window if seen.is_self_attention else 0,
-        parameters=parameters,
-    )
-
-
 def variants(arguments: argparse.Namespace, window: int, seed: int) -> list[Variant]:
     """Lists all variants that are compared with one window and seed."""
     found = []
     for backend in arguments.backends:
-        family = feature_family(backend.partition(":")[0], FavorConfig(features=backend.partition(":")[2] or None))[0]
-        kinds = [PLAIN, *([CALIBRATED] if families.REGISTRY[family].needs_statistics else [])]
+        name, _, features = backend.partition(":")
+        family = family_of(name, features or None)
+        kinds = [PLAIN, *([CALIBRATED] if family.needs_statistics else [])]
         found += [Variant(backend, m, window, kind, seed) for kind in kinds for m in arguments.baselines]
-        learned = [WEIGHTS, *([REFINED] if families.REGISTRY[family].learns_matrices else [])]
+        learned = [WEIGHTS, *([REFINED] if family.learns_matrices else [])]
         found += [Variant(backend, NUM_FEATURES, window, kind, seed) for kind in learned]
     return found
 
@@ -199,13 +170,11 @@ def main(argv: Sequence[str] | None = None) -> int:
                 with torch.no_grad(), observe(model, found[name]):
                     for sample in ids.split(1):
                         model(**text_inputs(model, sample))
-    files = report.local_names(argv if argv is not None else sys.argv[1:])
-    command = report.shown_command("favor.eval.papers.feature_weights", files, (), ("--output_dir", "--name"))
     rows = summary(arguments, found, seconds)
     lines = report_lines(arguments, rows, Path(path).name if arguments.model else f"the MiniLM of {PACKAGE}")
     plot(rows, arguments.output_dir / f"{arguments.name}.png")
-    content = report.context(command, ("transformers",)) | {"rows": rows, "seeds": arguments.seeds}
-    report.finish(arguments, lines, content, acceptance(rows))
+    content = report.context_of("favor.eval.papers.feature_weights", argv, ("transformers",))
+    report.finish(arguments, lines, content | {"rows": rows, "seeds": arguments.seeds}, acceptance(rows))
     return 0
 
 
@@ -217,7 +186,7 @@ def summary(
     for name, own in found.items():
         for window in arguments.windows:
             for first in variants(arguments, window, arguments.seeds[0]):
-                same = [Variant(first.backend, first.num_features, window, first.kind, s) for s in arguments.seeds]
+                same = [replace(first, seed=seed) for seed in arguments.seeds]
                 divergence, error = own.means(same)
                 row = {"text": name, "window": window, "backend": first.backend, "kind": first.kind}
                 took = sorted(seconds[v] for v in same)[len(same) // 2]

@@ -190,7 +190,7 @@ def test_runs_are_done_once(task, tmp_path, monkeypatch):
     path = tmp_path / "folder" / "runs.jsonl"
     first = Runs(path).get(task, ADAMW, 0, [1, 2])
     with path.open("a") as stream:
-        stream.write('{"key": "brok')
+        stream.write('\n{"key": "brok')
     runs = Runs(path)
     real = head_optimizer.train
     monkeypatch.setattr(head_optimizer, "train", lambda *_: pytest.fail("trained again"))
@@ -199,7 +199,7 @@ def test_runs_are_done_once(task, tmp_path, monkeypatch):
     longer = runs.get(task, ADAMW, 0, [1, 2, 3])
     assert longer["train"]["2"] == first["train"]["2"]
     other = head_optimizer.Runs(path).get(replace(task, settings={"other": 1}), ADAMW, 0, [1])
-    assert [line[:8] for line in path.read_text().splitlines()] == ['{"key": ', '{"key": ', '{"key": ', '{"key": ']
+    assert [line[:8] for line in path.read_text().splitlines()] == ["", *['{"key": '] * 4]
     assert other["train"]["1"] == first["train"]["1"]
     assert Runs(path).get(task, ADAMW, 0, [3]) == longer
 
