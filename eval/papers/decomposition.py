@@ -22,16 +22,16 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import sys
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from scipy import sparse
+from scipy import sparse, special
 from sklearn.datasets import load_breast_cancer, load_digits
 from sklearn.decomposition import NMF, PCA, KernelPCA
 from sklearn.ensemble import IsolationForest
@@ -225,43 +225,33 @@ def problem(name: str) -> tuple[Any, int]:
     return (sparse.csr_matrix(counts) if name.endswith("sparse") else counts), 20
 
 
-def dense(V: Any) -> np.ndarray:
-    """Gives a matrix that is not sparse."""
-    return V.toarray() if sparse.issparse(V) else V
-
-
 def divergence(V: Any, W: np.ndarray, H: np.ndarray) -> float:
     """Computes the sum of V log(V / WH) - V + WH."""
-    values, product = dense(V), W @ H
-    there = values > 0
-    return float((values[there] * np.log(values[there] / product[there])).sum() - values.sum() + product.sum())
+    values, product = sparse.csr_matrix(V).toarray(), W @ H
+    return float(special.kl_div(values, product).sum())
 
 
 def start(V: Any, count: int, seed: int) -> Factors:
     """Draws uniform factors and updates them by one sweep of MU, H before W."""
-    values, source = dense(V), np.random.default_rng(seed)
+    values, source = sparse.csr_matrix(V).toarray(), np.random.default_rng(seed)
     W, H = source.uniform(size=(values.shape[0], count)), source.uniform(size=(count, values.shape[1]))
     H = H * (W.T @ (values / (W @ H))) / W.sum(0)[:, None]
     W = W * ((values / (W @ H)) @ H.T) / H.sum(1)
     return W, H
 
 
-def nmf_methods() -> dict[str, Callable[[int, int], Any]]:
-    """Gives the functions that make a solver for a number of components and of sweeps, by name."""
-
-    def mu(count: int, sweeps: int) -> NMF:
-        return NMF(count, init="custom", solver="mu", beta_loss="kullback-leibler", tol=0, max_iter=sweeps)
-
-    def ours(shift: float) -> Callable[[int, int], KLNMF]:
-        return lambda count, sweeps: KLNMF(count, init="custom", shift=shift, tol=0, max_iter=sweeps)
-
-    return {MU: mu} | {f"KLNMF, shift {shift:g}": ours(shift) for shift in SHIFTS}
+def nmf_methods() -> dict[str, Callable[..., Any]]:
+    """Gives the functions that make a solver for n_components and max_iter, by name."""
+    options: dict[str, Any] = {"init": "custom", "tol": 0}
+    return {MU: partial(NMF, solver="mu", beta_loss="kullback-leibler", **options)} | {
+        f"KLNMF, shift {shift:g}": partial(KLNMF, shift=shift, **options) for shift in SHIFTS
+    }
 
 
 def run(method: str, V: Any, count: int, sweeps: int, first: Factors) -> Run:
     """Runs one fit from the first factors; gives its objective and seconds."""
     W, H = first[0].copy(), first[1].copy()
-    model = nmf_methods()[method](count, sweeps)
+    model = nmf_methods()[method](n_components=count, max_iter=sweeps)
     clock = time.process_time()
     W = model.fit_transform(V, W=W, H=H)
     seconds = time.process_time() - clock
@@ -387,11 +377,11 @@ def plot_nmf(result: Mapping[str, Any], path: Path) -> None:
     save(figure, path, grid[0, 0])
 
 
-PARTS: dict[str, tuple[Callable[..., Any], ...]] = {  # lines, checks, figure
-    "outliers": (outlier_lines, outlier_checks),
-    "nmf": (nmf_lines, nmf_checks, plot_nmf),
-    "mixture": (power_methods.mixture_lines, power_methods.mixture_checks, power_methods.plot_mixture),
-    "pca": (power_methods.pca_lines, power_methods.pca_checks, power_methods.plot_pca),
+PARTS: dict[str, tuple[Callable[..., Any], ...]] = {  # measurement, lines, checks, figure
+    "outliers": (measure_outliers, outlier_lines, outlier_checks),
+    "nmf": (measure_nmf, nmf_lines, nmf_checks, plot_nmf),
+    "mixture": power_methods.MIXTURE,
+    "pca": power_methods.PCA,
 }
 
 
@@ -406,24 +396,18 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the program; returns 0, since the checks are claims of the source and not of the program."""
-    words = sys.argv[1:] if argv is None else list(argv)
-    arguments = parse_arguments(words)
+    arguments = parse_arguments(argv)
     torch.set_num_threads(1)
-    measures = {
-        "outliers": lambda: measure_outliers(arguments.keel_dir),
-        "nmf": measure_nmf,
-        "mixture": power_methods.measure_mixture,
-        "pca": power_methods.measure_pca,
-    }
-    command = report.shown_command("favor.eval.papers.decomposition", words, ["--keel_dir"], ["--output_dir"])
     text, found = ["# Scale-invariant decompositions"], []
-    content = report.context(command, ("scikit-learn", "scipy", "numpy")) | {"seed": 0, "parts": {}}
+    packages = ("scikit-learn", "scipy", "numpy")
+    content = report.context_of("favor.eval.papers.decomposition", argv, packages, ["--keel_dir"])
+    content |= {"seed": 0, "parts": {}}
     for part in (part for part in PARTS if part in arguments.parts):
+        measure, lines, checks, *plots = PARTS[part]
         begin = time.perf_counter()
         with threadpool_limits(1):
-            result = measures[part]()
+            result = measure(arguments.keel_dir) if part == "outliers" else measure()
         content["parts"][part] = {**result, "seconds": time.perf_counter() - begin}
-        lines, checks, *plots = PARTS[part]
         text += ["", *lines(result)]
         found += checks(result)
         for plot in plots:

@@ -19,7 +19,6 @@ from __future__ import annotations
 import argparse
 import itertools
 import math
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -61,15 +60,12 @@ def split(dataset: Dataset) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray
     held = round(0.05 * number)
     if held < 1:
         raise ValueError(f"{dataset.name}: 5 % of {number} rows is no row; at least 10 are needed.")
-    bounds = {"train": (0, number - 2 * held), "validation": (number - 2 * held, number - held)}
-    bounds["test"] = (number - held, number)
-    train = dataset.x[: number - 2 * held]
+    ends, parts = (number - 2 * held, number - held), ("train", "validation", "test")
+    train = dataset.x[: ends[0]]
     spread = train.std(0)
     scaled = (dataset.x - train.mean(0)) / np.where(spread > 0, spread, 1.0)
-    return (
-        {part: scaled[low:high] for part, (low, high) in bounds.items()},
-        {part: dataset.labels[low:high] for part, (low, high) in bounds.items()},
-    )
+    inputs, labels = (dict(zip(parts, np.split(rows, ends), strict=True)) for rows in (scaled, dataset.labels))
+    return inputs, labels
 
 
 def columns_of(method: str, count: int, largest: int) -> Tensor:
@@ -86,23 +82,14 @@ def accuracies(
 ) -> np.ndarray:
     """Computes the accuracy of the classifier for every number of features and seed, `[len(counts), len(seeds)]`.
 
-    Args:
-        method: one of METHODS.
-        x: queries `[Q, d]` times s, float64.
-        y: training inputs `[N, d]` times s, float64.
-        targets: labels of the queries, `[Q]`.
-        onehot: labels of the training inputs, `[N, C]` float32.
-        counts: numbers of features; even for "trig" and for families with opposite pairs.
-        seeds: one draw per seed.
+    Queries x `[Q, d]` and training inputs y `[N, d]` are multiplied by s, float64. Labels of queries are the `targets`
+    `[Q]`, those of training inputs are `onehot`, `[N, C]` float32. Counts are even for "trig" and families with pairs.
     """
     picks = [columns_of(method, count, max(counts)) for count in counts]
-    found = np.empty((len(counts), len(seeds)))
     scores = scorer(method, x, y, onehot, max(counts))
-    for i, seed in enumerate(seeds):
-        # One seed at a time: then the large matrix, training set by features, stays in cache.
-        for j, result in enumerate(scores(seed, picks)):
-            found[j, i] = (result.argmax(-1) == targets).double().mean().item()
-    return found
+    # One seed at a time: then the large matrix, training set by features, stays in cache.
+    right = [[(each.argmax(-1) == targets).double().mean().item() for each in scores(seed, picks)] for seed in seeds]
+    return np.array(right).T
 
 
 def scorer(method: str, x: Tensor, y: Tensor, onehot: Tensor, largest: int) -> Scores:
@@ -132,11 +119,8 @@ def scorer(method: str, x: Tensor, y: Tensor, onehot: Tensor, largest: int) -> S
             votes.append(log_phi.sub_(top[-1]).exp_().T @ onehot)
         vote = torch.cat(votes)
         log_query = x.float() @ to_query.float().T + torch.cat(top)
-        results = []
-        for pick in picks:
-            logs = log_query[:, pick]
-            results.append((logs - logs.amax(-1, keepdim=True)).exp() @ vote[pick])
-        return results
+        picked = [(log_query[:, pick], vote[pick]) for pick in picks]
+        return [(logs - logs.amax(-1, keepdim=True)).exp() @ own for logs, own in picked]
 
     return scores
 
@@ -174,9 +158,8 @@ def evaluate(dataset: Dataset) -> dict[str, Any]:
         "exact": scale and test accuracy of the kernel; "majority": test accuracy of the commonest training class;
         "methods": {method: {M: {"scale", "validation", "test" (mean), "std" (over draws)}}}.
     """
-    inputs, labels = split(dataset)
-    parts = {name: torch.from_numpy(rows) for name, rows in inputs.items()}
-    targets = {name: torch.from_numpy(values) for name, values in labels.items()}
+    inputs = split(dataset)
+    parts, targets = ({name: torch.from_numpy(rows) for name, rows in own.items()} for own in inputs)
     onehot = torch.nn.functional.one_hot(targets["train"], dataset.classes).float()
 
     def exact(part: str, scale: float) -> float:
@@ -188,7 +171,7 @@ def evaluate(dataset: Dataset) -> dict[str, Any]:
 
     best = SCALES[int(np.argmax([exact("validation", s) for s in SCALES]))]
     result: dict[str, Any] = {
-        "sizes": {name: len(rows) for name, rows in inputs.items()},
+        "sizes": {name: len(rows) for name, rows in parts.items()},
         "exact": {"scale": best, "test": exact("test", best)},
         "majority": float((targets["test"] == onehot.sum(0).argmax()).double().mean()),
         "methods": {},
@@ -335,8 +318,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the program; returns the exit code, 1 if a check does not hold."""
-    words = sys.argv[1:] if argv is None else list(argv)
-    arguments = parse_arguments(words)
+    arguments = parse_arguments(argv)
     results = {}
     for name in arguments.datasets or (UCI if arguments.data_dir else BUNDLED):
         dataset = load(name, arguments.data_dir)
@@ -345,9 +327,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         results[name] = {**shape, "splits": splits}
         print(f"{name}: " + "\n".join(_table([results[name]])), flush=True)
     plot(results, arguments.output_dir / f"{arguments.name}.png")
-    command = report.shown_command("favor.eval.papers.kernel_classification", words, ["--data_dir"], ["--output_dir"])
-    settings = {"feature_seeds": DRAWS, "scales": SCALES, "num_features": COUNTS}
-    content = report.context(command) | settings | {"datasets": results}
+    packages = ("scikit-learn", "numpy")
+    content = report.context_of("favor.eval.papers.kernel_classification", argv, packages, ["--data_dir"])
+    content |= {"feature_seeds": DRAWS, "scales": SCALES, "num_features": COUNTS, "datasets": results}
     return report.finish(arguments, report_lines(results, arguments.shuffles), content, checks(results))
 
 

@@ -93,7 +93,7 @@ def test_the_objective_is_half_the_squared_error_that_both_report(form):
     V = form(np.random.default_rng(0).poisson(1.0, size=(30, 20)).astype(float))
     W, H = program.start(V, 3, 0)
     for make in program.nmf_methods().values():
-        model = make(3, 5)
+        model = make(n_components=3, max_iter=5)
         left = model.fit_transform(V, W=W.copy(), H=H.copy())
         assert program.divergence(V, left, model.components_) == pytest.approx(
             model.reconstruction_err_**2 / 2, rel=1e-9
@@ -108,7 +108,7 @@ def test_the_start_is_one_sweep_of_mu():
     first = program.start(V, 10, 3)
     source = np.random.default_rng(3)
     W, H = source.uniform(size=(300, 10)), source.uniform(size=(10, 200))
-    turned = program.nmf_methods()[program.MU](10, 1)
+    turned = program.nmf_methods()[program.MU](n_components=10, max_iter=1)
     left = turned.fit_transform(V.T, W=H.T.copy(), H=W.T.copy())  # sklearn starts with W, which is our H
     assert pytest.approx(first[1]) == left.T
     assert pytest.approx(first[0]) == turned.components_.T
