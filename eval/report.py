@@ -87,19 +87,15 @@ def pass_seconds(
     """
     device, one_pass = model.device.type, partial(model, **whole.text_inputs(model, ids))
     expected = seconds(one_pass, device)
-    settings: dict[str, Variant | None] = {"exact": None, **{variant.title: variant for variant in found}}
-    entries = {
-        name: Stopwatch(one_pass, partial(whole.switch, model, variant, seed), expected)
-        for name, variant in settings.items()
-    }
+    entries = {own: Stopwatch(one_pass, partial(whole.switch, model, own, seed), expected) for own in (None, *found)}
     timings = interleaved(entries, device, MOST, max(budget, FEWEST * expected * 1.01))
     whole.switch(model, None, seed)
-    found_seconds = {}
-    for name, timing in timings.items():
+    medians = {}
+    for own, timing in timings.items():
         if isinstance(timing, Exception):
             raise timing
-        found_seconds[settings[name]] = timing.median
-    return found_seconds
+        medians[own] = timing.median
+    return medians
 
 
 @dataclass(frozen=True)
@@ -116,19 +112,11 @@ def content(parts: Sequence[Part], measure: str, layers: Sequence[str], max_erro
     lengths: list[dict[str, Any]] = []
     for part in parts:
         own = [_setting(part, variant) for variant in part.measured.heads.variants if variant.is_backend]
-        exact, uniform = part.seconds[None], part.measured.errors(UNIFORM)
-        close = fastest(own, max_error)
-        lengths.append(
-            {
-                "length": part.measured.length,
-                "samples": part.measured.samples,
-                "seconds": exact,
-                "score": part.measured.exact,
-                "uniform": uniform.tolist(),
-                "verdict": verdict(part.measured.length, own, exact, max_error, measure),
-                "fastest": None if close is None else len(settings) + own.index(close),
-            }
-        )
+        found, exact, close = part.measured, part.seconds[None], fastest(own, max_error)
+        entry = {"length": found.length, "samples": found.samples, "seconds": exact, "score": found.exact}
+        entry["uniform"] = found.errors(UNIFORM).tolist()
+        entry["verdict"] = verdict(found.length, own, exact, max_error, measure)
+        lengths.append({**entry, "fastest": None if close is None else len(settings) + own.index(close)})
         settings += own
     name = SCORES.get(measure, measure)
     return {"measure": name, "layers": list(layers), "max_error": max_error, "lengths": lengths, "settings": settings}
@@ -167,18 +155,15 @@ def fastest(settings: Sequence[dict[str, Any]], max_error: float) -> dict[str, A
 def verdict(length: int, settings: Sequence[dict[str, Any]], exact: float, max_error: float, measure: str) -> str:
     """Says in one or two sentences whether to use linear attention at a length."""
     best, start = fastest(settings, max_error), f"At {length:,} tokens"
+    least = f"a mean error of {max_error:g} or less"
     if best is None:
-        return f"{start} keep exact attention: no setting has a mean error of {max_error:g} or less."
+        return f"{start} keep exact attention: no setting has {least}."
     if exact < FASTER * best["seconds"]:
-        return (
-            f"{start} keep exact attention: {title(best)}, the fastest setting with a mean error of {max_error:g} or "
-            f"less, takes {best['seconds'] / exact:.2f} x its time."
-        )
-    speed, score = exact / best["seconds"], SCORES.get(measure, measure)
-    return (
-        f"{start} use {title(best)}: {speed:.1f} x as fast as exact attention, with a mean error of "
-        f"{best['error']:.2f} ({score} {best['score']:.3f})."
-    )
+        share = f"{best['seconds'] / exact:.2f} x its time"
+        return f"{start} keep exact attention: {title(best)}, the fastest setting with {least}, takes {share}."
+    speed, score = f"{exact / best['seconds']:.1f} x as fast as exact attention", SCORES.get(measure, measure)
+    numbers = f"a mean error of {best['error']:.2f} ({score} {best['score']:.3f})"
+    return f"{start} use {title(best)}: {speed}, with {numbers}."
 
 
 def title(setting: Mapping[str, Any]) -> str:
@@ -204,12 +189,6 @@ def render(data: Mapping[str, Any]) -> str:
         "data": json.dumps(converted, allow_nan=False, separators=(",", ":")).translate(ESCAPES),
     }
     return re.sub(r"\{\{(\w+)\}\}", lambda place: filled[place[1]], TEMPLATE.read_text(encoding="utf-8"))
-
-
-def write(path: Path, data: Mapping[str, Any]) -> None:
-    """Writes the page that `render` makes, and makes its folder if needed."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(render(data), encoding="utf-8")
 
 
 def model_name(given: str | None) -> str:
@@ -268,7 +247,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     layers = layer_names(model, parts[0].measured)
     found = content(parts, whole.measure_of(model), layers, arguments.max_error)
     known = {"model": model_name(arguments.model), "facts": facts(model, parts, len(layers), arguments)}
-    write(arguments.html, {**known, **found})
+    arguments.html.parent.mkdir(parents=True, exist_ok=True)
+    arguments.html.write_text(render({**known, **found}), encoding="utf-8")
     print("\n".join(each["verdict"] for each in found["lengths"]))
     print(f"{arguments.html} is the report; open it in a browser.")
     return 0

@@ -121,12 +121,11 @@ class TextSamples:
     def facts(self, measured: Sequence[Measured]) -> dict[str, Any]:
         """Describes model and samples in words."""
         arguments = self.arguments
-        counts = list(dict.fromkeys(str(each.samples) for each in measured))
-        number = counts[0] if len(counts) == 1 else ", ".join(str(each.samples) for each in measured)
+        counts = [str(each.samples) for each in measured]
+        number = counts[0] if len(set(counts)) == 1 else ", ".join(counts)
         lengths = ", ".join(str(length) for length in self.sizes)
-        name = (
-            Path(arguments.model).name if arguments.model else f"the 6-layer MiniLM BERT of the PyPI package {PACKAGE}"
-        )
+        default = f"the 6-layer MiniLM BERT of the PyPI package {PACKAGE}"
+        name = Path(arguments.model).name if arguments.model else default
         chosen = {"settings chosen on": Path(arguments.choose_on).name} if arguments.choose_on else {}
         return {
             "model": f"{name} ({type(self.model).__name__})",

@@ -66,20 +66,17 @@ def spread(errors: Tensor) -> dict[str, float]:
     return {"mean": float(values.mean()), "p50": p50, "p90": p90, **rest}
 
 
+def _name(variant: Variant) -> list[str]:
+    label = f"`{variant.label}`" if variant.is_backend else variant.label
+    return [label, str(variant.num_features or "-"), str(variant.window or "-")]
+
+
 def _row(results: Results, part: Measured, variant: Variant) -> list[str]:
     found = spread(part.errors(variant))
-    cells = [
-        f"`{variant.label}`" if variant.is_backend else variant.label,
-        str(variant.num_features or "-"),
-        str(variant.window or "-"),
-        str(part.length),
-        *(f"{found[name]:.3f}" for name in ("mean", "p50", "p90", "max")),
-        f"{found['under_half']:.0%}",
-        f"{part.scores[variant]:.4f}" if variant in part.scores else "-",
-    ]
-    if results.sts is not None:
-        cells.append(f"{results.sts[1][variant]:.4f}" if variant in results.sts[1] else "-")
-    return cells
+    errors = [*(f"{found[name]:.3f}" for name in ("mean", "p50", "p90", "max")), f"{found['under_half']:.0%}"]
+    scores = [part.scores, *([] if results.sts is None else [results.sts[1]])]
+    shown = [f"{own[variant]:.4f}" if variant in own else "-" for own in scores]
+    return [*_name(variant), str(part.length), *errors, *shown]
 
 
 def lines(results: Results) -> list[str]:
@@ -115,9 +112,7 @@ def _by_length(results: Results) -> list[str]:
     rows = []
     for variant in results.measured[0].heads.variants:
         found = [spread(part.errors(variant)) for part in results.measured]
-        name = f"`{variant.label}`" if variant.is_backend else variant.label
-        cells = [f"{each['mean']:.3f} ({each['p90']:.3f})" for each in found]
-        rows.append([name, str(variant.num_features or "-"), str(variant.window or "-"), *cells])
+        rows.append([*_name(variant), *(f"{each['mean']:.3f} ({each['p90']:.3f})" for each in found)])
     return ["## By length", "", *table(head, rows), "", "## All figures", ""]
 
 
@@ -138,27 +133,17 @@ def setting(choice: dict[str, Any]) -> str:
 
 def write(results: Results, folder: Path, name: str) -> None:
     """Writes `name.md`, `name.json` and `name.png`."""
-    entries = [
-        asdict(variant)
-        | {"label": variant.label, "length": part.length, "error": part.mean_error(variant)}
-        | {key: value for key, value in spread(part.errors(variant)).items() if key != "mean"}
-        | {
-            "by_head": [[round(x, 4) for x in row] for row in part.errors(variant).tolist()],
-            "score": part.scores.get(variant),
-            "sts": None if results.sts is None else results.sts[1].get(variant),
-            "chosen": results.chosen.get(variant),
-        }
-        for part in results.measured
-        for variant in part.heads.variants
-    ]
-    content = {
-        "facts": results.facts,
-        "measure": results.measure,
-        "exact": {part.length: part.exact for part in results.measured},
-        "sts_exact": None if results.sts is None else results.sts[0],
-        "variants": entries,
-    }
-    write_files(folder, name, lines(results), content)
+    sts_exact, sts = (None, {}) if results.sts is None else results.sts[:2]
+    entries = []
+    for part, variant in ((each, variant) for each in results.measured for variant in each.heads.variants):
+        found = spread(part.errors(variant))
+        entry = {**asdict(variant), "label": variant.label, "length": part.length, "error": found.pop("mean"), **found}
+        entry["by_head"] = [[round(x, 4) for x in row] for row in part.errors(variant).tolist()]
+        own = {"score": part.scores.get(variant), "sts": sts.get(variant), "chosen": results.chosen.get(variant)}
+        entries.append(entry | own)
+    exact = {part.length: part.exact for part in results.measured}
+    content = {"facts": results.facts, "measure": results.measure, "exact": exact, "sts_exact": sts_exact}
+    write_files(folder, name, lines(results), {**content, "variants": entries})
     plot(results.measured, folder / f"{name}.png")
 
 
@@ -191,12 +176,10 @@ def plot(measured: Sequence[Measured], path: Path) -> None:
 def _over_features(part: Measured, backends: Sequence[Variant], axis: Any) -> None:
     chosen, backends = [v for v in backends if not v.num_features], [v for v in backends if v.num_features]
     labels = dict.fromkeys((variant.label, variant.window) for variant in backends)
-    colours = {label: f"C{index}" for index, label in enumerate(dict.fromkeys(label for label, _ in labels))}
-    windows = sorted({window for _, window in labels})
-    styles = {window: STYLES[place % 4] for place, window in enumerate(windows)}
+    colours, windows = list(dict.fromkeys(label for label, _ in labels)), sorted({window for _, window in labels})
     for label, window in labels:
         own = [v for v in backends if (v.label, v.window) == (label, window)]
-        style = {"color": colours[label], "linestyle": styles[window], "marker": "o"}
+        style = {"color": f"C{colours.index(label)}", "linestyle": STYLES[windows.index(window) % 4], "marker": "o"}
         errors = [part.mean_error(variant) for variant in own]
         axis.plot([v.num_features for v in own], errors, label=f"{label}, window {window}", **style)
     axis.axhline(part.mean_error(UNIFORM), color="grey", label=MEAN)

@@ -46,16 +46,10 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def shown_command(program: str, argv: Sequence[str], folders: Sequence[str], dropped: Sequence[str] = ()) -> str:
-    """Writes a command line for a result: data folders as `DATA`, without the options of the output.
+    """Writes a command line for a result, quoted for a shell; use `local_names` first to shorten paths of this machine.
 
-    Args:
-        program: module name.
-        argv: the arguments; use `local_names` first to shorten paths of this machine.
-        folders: options whose value is a data folder.
-        dropped: options with one value that are left out.
-
-    Returns:
-        One line, quoted for a shell.
+    Options whose value is a data folder are in `folders`: `DATA` takes its place. Those `dropped`, with one value, are
+    left out.
     """
     kept: list[str] = []
     words = iter([part for word in argv for part in (word.split("=", 1) if word.startswith("--") else [word])])

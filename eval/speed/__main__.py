@@ -74,10 +74,8 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     if arguments.lengths is None:
         arguments.lengths = [1 << power for power in range(7, LONGEST[arguments.device].bit_length())]
     arguments.lengths = sorted(set(arguments.lengths))
-    for name, least in (
-        ("per_device_eval_batch_size", arguments.per_device_eval_batch_size),
-        ("lengths", arguments.lengths[0]),
-    ):
+    leasts = {"per_device_eval_batch_size": arguments.per_device_eval_batch_size, "lengths": arguments.lengths[0]}
+    for name, least in leasts.items():
         if least < 1:
             parser.error(f"expected --{name} of at least 1, got {least}")
     if arguments.name is None:
@@ -245,11 +243,8 @@ def run_attention(bench: Bench) -> Iterator[None]:
     arguments = bench.arguments
     chosen = methods.select(arguments.methods, arguments.families, arguments.device)
     options = {"heads": HEADS, "head_dim": HEAD_DIM, "num_features": NUM_FEATURES, "seed": SEED}
-    options |= {
-        "batch_size": arguments.per_device_eval_batch_size,
-        "dtype": arguments.dtype,
-        "device": arguments.device,
-    }
+    options |= {"batch_size": arguments.per_device_eval_batch_size, "dtype": arguments.dtype}
+    options["device"] = arguments.device
     if arguments.device == "cpu" and not arguments.skip_memory:
         if (problem := isolated.unavailable()) is not None:
             bench.note(problem)

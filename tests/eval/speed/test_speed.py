@@ -82,26 +82,22 @@ def test_a_wrong_method_fails_without_a_time_and_one_that_raises_with_its_error(
 @pytest.mark.parametrize("elsewhere", [False, True])
 def test_a_wrong_gradient_is_found(name, elsewhere):
     """One sixteenth of the length, or a head that should have no gradient at all."""
-    inputs = Cell(64, True, True, heads=4, head_dim=8).inputs()[:3]
-    attend, formula = by_name("eager").prepare(Cell(64, True, True, heads=4, head_dim=8))
+    cell = Cell(64, True, True, heads=4, head_dim=8)
+    inputs, (attend, formula) = cell.inputs()[:3], by_name("eager").prepare(cell)
+    sample = reference.Sample.draw(*inputs, causal=True)
 
-    class Spoil(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, tensor):
-            return tensor.clone()
-
-        @staticmethod
-        def backward(ctx, grad):
-            grad = grad.clone()
-            if elsewhere:
-                grad += 0.01 * grad.abs().amax()
-            else:
-                grad[:, :, :4] *= 1.01
-            return grad
+    def spoil(grad):
+        wrong = grad.clone()
+        wrong[:, :, :4] *= 1.01
+        if elsewhere:
+            wrong = grad + 0.01 * grad.abs().amax()
+            wrong[sample.batch, sample.head] = grad[sample.batch, sample.head]
+        return wrong
 
     def spoiled(*given):
-        place = ("query", "key", "value").index(name)
-        return attend(*(Spoil.apply(tensor) if number == place else tensor for number, tensor in enumerate(given)))
+        given = [tensor.clone() for tensor in given]
+        given[("query", "key", "value").index(name)].register_hook(spoil)
+        return attend(*given)
 
     assert reference.compare(attend, formula, *inputs, causal=True, tolerance=5e-4).passed
     check = reference.compare(spoiled, formula, *inputs, causal=True, tolerance=5e-4)
