@@ -164,11 +164,9 @@ def report_lines(
         f"to the system at once. A process may take {arguments.max_gigabytes:g} GB beyond its libraries. "
         f"{report.load_line(load, 'a pass', 'seconds')}"
     )
-    distances = [
-        f"logits of {label} differ from those of sdpa by {distance:.2g} (relative norm)"
-        for label, distance in check["distance"].items()
-        if distance is not None and label != "sdpa"
-    ]
+    apart = {label: own for label, own in check["distance"].items() if own is not None and label != "sdpa"}
+    said = "logits of {} differ from those of sdpa by {:.2g} (relative norm)"
+    distances = [said.format(*pair) for pair in apart.items()]
     lines = ["# Whole chapters in one pass", "", settings, ""]
     if distances:
         lines += [f"At {cells[0]['minutes']:g} minutes {', '.join(distances)}.", ""]

@@ -53,15 +53,10 @@ class Dataset:
 
 
 def load(name: str, folder: Path | None) -> Dataset:
-    """Loads one data set by name.
+    """Loads one data set by name; raises ValueError if there is none, or its file cannot be read as a table.
 
-    Args:
-        name: name of a UCI set, or of a file NAME.csv (.data, .arff, .txt, also gzipped) in the folder, or one of
-            scikit-learn's sets iris, wine, breast_cancer, digits, which need no folder.
-        folder: folder of the files.
-
-    Raises:
-        ValueError: if there is no such set, or its file cannot be read as a table.
+    The name is that of a UCI set, or of a file NAME.csv (.data, .arff, .txt, also gzipped) in the folder, or of one of
+    scikit-learn's sets iris, wine, breast_cancer, digits, which need no folder.
     """
     if name in BUNDLED:
         bunch = getattr(bundled, f"load_{name}")()

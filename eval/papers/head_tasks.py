@@ -27,28 +27,18 @@ IMAGES = "fashion_mnist_10k.npz"
 
 @dataclass(frozen=True)
 class HeadTask:
-    """A network whose last layer is a softmax layer, and its data.
-
-    Attributes:
-        name: name of the task.
-        data: inputs and labels by part: "train", "measured" (the training samples on which the training loss is
-            measured) and "test". Labels are `[n]` or, for every token, `[n, L]`.
-        build: makes a new model, with torch's global generator.
-        head: name of the output layer in the model, an `nn.Linear`.
-        logits: computes logits `[..., labels]` from model and inputs.
-        batch_size: rows of a batch.
-        settings: values that, with the seed, determine the data and the model.
-        about: one sentence for the report.
-    """
+    """A network whose last layer is a softmax layer, and its data."""
 
     name: str
+    # Inputs and labels by part: "train", "measured" (the training samples on which the training loss is measured) and
+    # "test". Labels are `[n]` or, for every token, `[n, L]`.
     data: Mapping[str, tuple[Tensor, Tensor]]
-    build: Callable[[], nn.Module]
-    head: str
-    logits: Callable[[nn.Module, Tensor], Tensor]
+    build: Callable[[], nn.Module]  # makes a new model, with torch's global generator
+    head: str  # name of the output layer in the model, an `nn.Linear`
+    logits: Callable[[nn.Module, Tensor], Tensor]  # `[..., labels]` from model and inputs
     batch_size: int
-    settings: Mapping[str, Any]
-    about: str
+    settings: Mapping[str, Any]  # with the seed, they determine the data and the model
+    about: str  # one sentence for the report
 
     def loss(self, model: nn.Module, rows: Tensor, part: str = "train") -> tuple[Tensor, Tensor]:
         """Computes the mean cross entropy over the labels of some rows, and how many labels have the largest logit."""

@@ -144,13 +144,7 @@ def test_backends_as_arguments_and_folders():
 
 
 def test_an_adapted_model_is_a_row_and_the_report_says_how_it_was_adapted(tmp_path):
-    arguments = {
-        "attn_implementation": "favor#",
-        "features": "sderf",
-        "num_features": 8,
-        "window": 32,
-        "exact_heads": 3,
-    }
+    arguments = {"attn_implementation": "favor#", "features": "sderf", "num_features": 8, "window": 32}
     results = {
         "arguments": {**arguments, "exact_heads": 3},
         "command": "python -m favor.train.distill --num_features 8",
@@ -189,11 +183,8 @@ def test_an_adapted_model_is_fine_tuned(bert_folder, glue_folder, text, tmp_path
     row = json.loads((tmp_path / "runs" / "table.json").read_text())["rows"]["favor#:8, adapted: adapted"]["sst2"]
     options = row["details"][0]["options"]
     assert (options["num_features"], options["statistics"], options["exact_below"]) == (8, "corrected", 0)
-    report = (tmp_path / "runs" / "table.md").read_text()
-    assert (
-        f"- `favor#:8, adapted: adapted`: `python -m favor.train.distill --model_name_or_path {bert_folder.name}"
-        in report
-    )
+    command = f"`python -m favor.train.distill --model_name_or_path {bert_folder.name}"
+    assert f"- `favor#:8, adapted: adapted`: {command}" in (tmp_path / "runs" / "table.md").read_text()
 
 
 @pytest.mark.slow

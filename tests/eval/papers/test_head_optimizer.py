@@ -220,7 +220,7 @@ def test_the_program(images, tmp_path, monkeypatch, capsys, ran):
     assert "adamw, body 0.001, head 0.01, seed 0" in capsys.readouterr().out
 
     monkeypatch.setattr(head_optimizer, "train", lambda *_: pytest.fail("trained again"))
-    assert ran(head_optimizer, *words)[0]["tasks"] == content["tasks"]
+    assert ran(head_optimizer, *words)[0]["checks"] == content["checks"]
 
 
 def test_checks_compare_means():

@@ -119,7 +119,7 @@ def test_evaluate_chooses_the_scale_on_validation_and_tests_on_fresh_draws(monke
 
 def test_reading_of_formats(tmp_path):
     text, plain = "1,red,0.5,a\n2,blue,1e3,b\n3,red,-1,a\n", [[1, 0, 1, 0.5], [2, 1, 0, 1000], [3, 0, 1, -1]]
-    arff = f"% about\n@relation r\n@attribute a {{x,y}}\n@DATA\n{text[:26]}% no row\n{text[26:]}"
+    arff = "% about\n@relation r\n@attribute a {x,y}\n@DATA\n" + text.replace("3,red", "% no row\n3,red")
     (tmp_path / "zipped.arff.gz").write_bytes(gzip.compress(arff.encode()))
     files = {
         "plain.csv": (text, plain),

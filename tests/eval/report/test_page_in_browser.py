@@ -30,20 +30,17 @@ def settings():
     return [made(*row, number) for number, row in enumerate(rows)]
 
 
-def lengths():
-    common = {"samples": 1, "seconds": 0.15, "score": 1.0, "uniform": [[0.75] * HEADS] * LAYERS}
-    return [
-        {"length": length, "verdict": f"At {length:,} tokens do.", "fastest": best, **common}
-        for length, best in ((512, None), (4096, 7))
-    ]
-
-
 @pytest.fixture(scope="module")
 def page(tmp_path_factory):
     folder = tmp_path_factory.mktemp("page")
     layers = [f"encoder.layer.{layer}" for layer in range(LAYERS)]
     data = {"model": EVIL, "facts": {"Text": EVIL}, "measure": "cosine of them", "layers": layers, "max_error": 0.25}
-    (folder / "page.html").write_text(render({**data, "lengths": lengths(), "settings": settings()}))
+    common = {"samples": 1, "seconds": 0.15, "score": 1.0, "uniform": [[0.75] * HEADS] * LAYERS}
+    data["lengths"] = [
+        {"length": length, "verdict": f"At {length:,} tokens do.", "fastest": best, **common}
+        for length, best in ((512, None), (4096, 7))
+    ]
+    (folder / "page.html").write_text(render({**data, "settings": settings()}))
     with chromium(folder / "profile") as opened:
         opened.file = folder / "page.html"
         yield opened
@@ -59,11 +56,6 @@ def fresh(page):
 
 def shown(number):
     return [f"{error:.2f}".removeprefix("0") for row in settings()[number]["errors"] for error in row]
-
-
-def switch(page, name, value):
-    """Presses a switch with the pointer."""
-    page.point(f"input[name='{name}'][value='{value}']", press=True)
 
 
 def test_the_advice_is_what_is_shown_first(page):
@@ -99,18 +91,14 @@ def test_a_cell_is_read_with_the_keyboard(page):
 def test_switches_change_the_map(page):
     colours = "[...document.querySelectorAll('td.head')].map(cell => cell.style.backgroundColor).join()"
     before = page.run(colours)
-    switch(page, "backend", "favor+")
-    assert page.run(CELLS) == shown(11)
-    assert page.run(colours) != before
-    # Random features select no keys.
-    assert page.run("[...document.querySelectorAll('input[name=K]')].every(i => i.disabled && !i.checked)")
-    switch(page, "length", "512")
-    assert page.run(CELLS) == shown(5)
-    switch(page, "window", "0")
-    assert page.run(CELLS) == shown(4)
-    switch(page, "backend", "landmark")
-    switch(page, "K", "256")
-    assert page.run(CELLS) == shown(2)
+    presses = [("backend", "favor+", 11), ("length", "512", 5), ("window", "0", 4)]
+    for name, value, setting in (*presses, ("backend", "landmark", None), ("K", "256", 2)):
+        page.point(f"input[name='{name}'][value='{value}']", press=True)
+        # Random features select no keys.
+        no_keys = page.run("[...document.querySelectorAll('input[name=K]')].every(i => i.disabled && !i.checked)")
+        assert no_keys == (setting in (11, 5, 4))
+        assert setting is None or page.run(CELLS) == shown(setting)
+        assert page.run(colours) != before
     checked = page.run("[...document.querySelectorAll('input:checked')].map(i => i.value)")
     assert checked == ["512", "landmark", "64", "256", "0"]
 

@@ -195,21 +195,23 @@ PREDICTED = [({}, 8, 2, None), ({4: 1.0}, 8, 2, 4.0), ({4: 1.0}, 16, 1, 4.0), ({
 PREDICTED += [({2: 1.0, 4: 1.0}, 8, 1, 2.0), ({2: 1.0, 4: 100.0}, 8, 1, 100 * 2**2.5)]
 
 
-def test_prediction():
-    for history, length, exponent, expected in PREDICTED:
-        assert measure.predict(history, length, exponent) == (expected and pytest.approx(expected))
+@pytest.mark.parametrize(("history", "length", "exponent", "expected"), PREDICTED)
+def test_prediction(history, length, exponent, expected):
+    assert measure.predict(history, length, exponent) == (expected and pytest.approx(expected))
 
 
 def test_crossover():
     quadratic = {n: 1e-6 * n**2 for n in (64, 128, 256, 512)}
-    linear = {n: 1e-6 * 100 * n for n in (64, 128, 256, 512)}
-    assert report.crossover(linear, quadratic) == ("interpolated", pytest.approx(100.0))
-    assert report.crossover(quadratic, quadratic) == ("not reached", 512.0)
-    assert report.crossover({n: t / 10 for n, t in linear.items()}, quadratic) == ("at or below", 64.0)
-    assert report.crossover({1024: 1.0}, quadratic) is None
-    # A win that does not last is none; lengths without an SDPA time do not count.
+    linear = {n: 1e-6 * 100 * n for n in quadratic}
     flickers = {64: 1e-9, 128: 1.0, 256: 1e-9, 512: 1.0, 1024: 1e-9}
-    assert report.crossover(flickers, quadratic) == ("not reached", 512.0)
+    for times, expected in (
+        (linear, ("interpolated", pytest.approx(100.0))),
+        (quadratic, ("not reached", 512.0)),
+        ({n: t / 10 for n, t in linear.items()}, ("at or below", 64.0)),
+        ({1024: 1.0}, None),
+        (flickers, ("not reached", 512.0)),  # a win that does not last is none; lengths without SDPA do not count
+    ):
+        assert report.crossover(times, quadratic) == expected
 
 
 def result(method, length, seconds, panel="causal, forward"):
