@@ -258,17 +258,14 @@ def plot(cells: Sequence[Cell], path: Path) -> None:
     done = [cell for cell in cells if cell["status"] == "ok"]
     if not done:
         return
-    figure = Figure(figsize=(9, 3.8))
-    left, right = figure.subplots(1, 2)
-    for label in dict.fromkeys(cell["backend"] for cell in done):
-        own = [cell for cell in done if cell["backend"] == label]
-        minutes = [cell["seconds"] / 60 for cell in own]
-        style = {"linestyle": "-" if label.startswith("favor") else "--", "marker": "o", "markersize": 4}
-        left.plot(minutes, [cell["pass"]["seconds"] for cell in own], label=label, **style)
-        right.plot(minutes, [cell["bytes"]["pass"] / 1e6 for cell in own], label=label, **style)
-    for axes, name in ((left, "time of a pass, s"), (right, "peak memory of a pass, MB")):
+    figure, ticks = Figure(figsize=(9, 3.8)), sorted({cell["minutes"] for cell in done})
+    shown = {"time of a pass, s": ("pass", "seconds", 1), "peak memory of a pass, MB": ("bytes", "pass", 1e6)}
+    for axes, (name, (part, number, unit)) in zip(figure.subplots(1, 2), shown.items(), strict=True):
+        for label in dict.fromkeys(cell["backend"] for cell in done):
+            points = [(c["seconds"] / 60, c[part][number] / unit) for c in done if c["backend"] == label]
+            style = {"linestyle": "-" if label.startswith("favor") else "--", "marker": "o", "markersize": 4}
+            axes.plot(*zip(*points, strict=True), label=label, **style)
         axes.set(xscale="log", yscale="log", xlabel="minutes of audio", ylabel=name)
-        ticks = sorted({cell["minutes"] for cell in done})
         axes.set_xticks(ticks, [f"{minutes:g}" for minutes in ticks])
         axes.minorticks_off()
         axes.grid(alpha=0.3)

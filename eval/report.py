@@ -240,7 +240,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         whole.placement(model, length, None)
     parts, options = [], {"seed": arguments.seed, "query_samples": arguments.query_samples}
     for ids in texts:
-        measured = whole.measure(model, ids, variants, mask_id=tokenizer.mask_token_id, **options)
+        measured = whole.measure(model, ids, variants, tokenizer.mask_token_id, **options)
         own = [variant for variant in variants if variant.is_backend]
         parts.append(Part(measured, pass_seconds(model, ids[:1], own, arguments.seed, arguments.seconds_per_cell)))
         print(f"{ids.shape[1]} tokens measured, {time.perf_counter() - started:.0f} s", flush=True)

@@ -111,7 +111,7 @@ class TextSamples:
         """Measures variants on samples of one length."""
         given, ids = self.arguments, self._ids(self.arguments.text, size)
         options = {"seed": given.seed, "query_samples": given.query_samples, "period": given.position_period}
-        return whole.measure(self.model, ids, found, mask_id=self.tokenizer.mask_token_id, others=others, **options)
+        return whole.measure(self.model, ids, found, self.tokenizer.mask_token_id, others=others, **options)
 
     def inputs_to_choose(self) -> list[dict[str, Tensor]]:
         """Makes arguments of the model from the text of `--choose_on`, in the greatest length."""

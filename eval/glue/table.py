@@ -170,9 +170,8 @@ def score_lines(runs: Sequence[Run]) -> list[str]:
     several = len(tasks) > 1
 
     def line(label: str, cells: Mapping[str, str], values: Mapping[str, float] | None = None) -> list[str]:
-        mean = DASH
-        if values is not None and values.keys() >= set(tasks):
-            mean = f"{statistics.fmean(values[task] for task in tasks):.2f}"
+        known = values is not None and values.keys() >= set(tasks)
+        mean = f"{statistics.fmean(values[task] for task in tasks):.2f}" if known and values else DASH
         return [label, *(cells.get(name, DASH) for name in names), *([mean] if several else [])]
 
     rows = [line("training rows", {task: str(number) for task, number in numbers.items()})]

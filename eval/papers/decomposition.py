@@ -79,19 +79,13 @@ Factors = tuple[np.ndarray, np.ndarray]
 Run = tuple[float, float]  # objective, seconds
 
 
-def wbc(malignant: np.ndarray | None = None) -> Rows:
-    """Gives all benign rows and some malignant rows, by default the first 21."""
+def wbc(seed: int | None = None) -> Rows:
+    """Gives all benign rows and 21 malignant rows, drawn by a seed, by default the first."""
     bunch = load_breast_cancer()
     ill = np.flatnonzero(bunch.target == 0)
-    chosen = ill[:MALIGNANT] if malignant is None else ill[malignant]
-    rows = np.concatenate((np.flatnonzero(bunch.target == 1), chosen))
+    order = np.arange(len(ill)) if seed is None else np.random.default_rng(seed).permutation(len(ill))
+    rows = np.concatenate((np.flatnonzero(bunch.target == 1), ill[order[:MALIGNANT]]))
     return bunch.data[rows], bunch.target[rows] == 0
-
-
-def wbc_draw(seed: int) -> Rows:
-    """Gives the data with 21 malignant rows drawn at random."""
-    ill = int((load_breast_cancer().target == 0).sum())
-    return wbc(np.random.default_rng(seed).permutation(ill)[:MALIGNANT])
 
 
 def keel_folder(given: Path | None) -> Path | None:
@@ -152,7 +146,7 @@ def areas(data: Rows) -> dict[str, float]:
 
 def measure_outliers(keel_dir: Path | None) -> dict[str, Any]:
     """Measures areas by data set and method; mean and standard deviation over the random draws."""
-    several = [areas(wbc_draw(seed)) for seed in range(DRAWS)]
+    several = [areas(wbc(seed)) for seed in range(DRAWS)]
     folder = keel_folder(keel_dir)
     given = {FIRST: wbc()} | ({} if folder is None else {name: keel(name, folder) for name in KEEL})
     found = {name: areas(data) for name, data in given.items()}
@@ -201,11 +195,9 @@ def outlier_checks(result: Mapping[str, Any]) -> list[report.Check]:
         numbers = ", ".join(f"{l1:.3f} and {l2:.3f}" for l1, l2 in pairs)
         statement = f"outliers, {name}: L1 scores are above L2 scores with either kernel"
         found.append(report.Check(statement, numbers, all(l1 > l2 for l1, l2 in pairs)))
-    for name, published in THESIS.items():
-        here = areas.get(FIRST if name == "WBC" else name)
-        if here is None:
-            continue
-        off = {method: abs(here[method] - value) for method, value in zip(METHODS[:4], published, strict=False)}
+    known = {name: areas.get(FIRST if name == "WBC" else name) for name in THESIS}
+    for name, here in ((name, own) for name, own in known.items() if own is not None):
+        off = {method: abs(here[method] - value) for method, value in zip(METHODS[:4], THESIS[name], strict=False)}
         worst = max(off, key=off.__getitem__)
         statement = f"outliers, {name}: L1 and L2 are within {NEAR} of Table 2.2"
         found.append(report.Check(statement, f"at most {off[worst]:.3f} away, {worst}", off[worst] <= NEAR))

@@ -223,7 +223,8 @@ def test_report_of_an_encoder_by_length(bert_folder, glue_folder, text, tmp_path
     assert len(by_window) == len(found["variants"]) == 7 * 2
     whole, bare = by_window["favor#", 24, 24], by_window["favor+", 0, 24]
     assert whole["error"] < 1e-5 < 0.05 < bare["error"]
-    assert whole["score"] == pytest.approx(1.0, abs=1e-6) > bare["score"]
+    assert whole["score"] == pytest.approx(1.0, abs=1e-6)
+    assert bare["score"] < 1
     assert by_window[LOCAL, 24, 24]["error"] < 1e-5
     assert by_window[MEAN, 0, 24]["score"] is whole["sts"] is None
     assert -1 <= bare["sts"] <= 1

@@ -24,7 +24,6 @@ def test_options_and_cache_are_read():
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("softmax", "must be one of"),
         ("sdpa:window=3", "must be one of"),
         ("favor+:window", "features"),
         ("favor+:windoww=3", "Did you mean 'window'"),

@@ -35,7 +35,7 @@ def write_keel(folder):
 
 
 def test_wbc_is_all_benign_and_21_malignant_rows():
-    drawn = [program.wbc(), *(program.wbc_draw(seed) for seed in (0, 0, 1))]
+    drawn = [program.wbc(seed) for seed in (None, 0, 0, 1)]
     assert [(x.shape, labels.sum()) for x, labels in drawn] == [((378, 30), 21)] * 4
     assert drawn[0][0][drawn[0][1]][0, 0] == 17.99  # the first row of the data
     assert np.array_equal(drawn[1][0], drawn[2][0])
@@ -221,7 +221,7 @@ def test_passes_and_the_claim():
 def test_writes_a_report_with_checks(tmp_path, monkeypatch, capsys, ran):
     monkeypatch.setattr(program, "problem", lambda name: (np.random.default_rng(0).poisson(2.0, (40, 30)) * 1.0, 3))
     monkeypatch.setattr(methods, "problem", fewer_components)
-    monkeypatch.setattr(program, "wbc", lambda chosen=None: program.keel("BreastW", tmp_path))
+    monkeypatch.setattr(program, "wbc", lambda seed=None: program.keel("BreastW", tmp_path))
     write_keel(tmp_path)
     result, _ = ran(program, "--parts", "pca", "nmf", "outliers", "mixture", "--keel_dir", tmp_path, code=0)
     assert "decomposition --parts pca nmf outliers mixture --keel_dir DATA --name x" in result["command"]

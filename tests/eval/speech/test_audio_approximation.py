@@ -161,10 +161,7 @@ def test_other_audio_models(corpus, tmp_path):
 
 
 def test_models_and_lengths_that_are_refused(corpus, whisper_folder, bert_folder, tmp_path):
-    for seconds, message in (
-        ("1.1", "--seconds must be at most 1,"),
-        ("0.4 0.8", "makes 50 frames of recordings"),
-    ):
+    for seconds, message in (("1.1", "--seconds must be at most 1,"), ("0.4 0.8", "makes 50 frames of recordings")):
         with pytest.raises(ValueError, match=message):
             run(whisper_folder, corpus, tmp_path, f"favor+ --seconds {seconds} --samples 1")
     with pytest.raises(ValueError, match=r"gives input_features or input_values; the input of Bert.* is input_ids"):
