@@ -204,11 +204,10 @@ def report_lines(content: dict[str, Any]) -> list[str]:
     for split, result in content["splits"].items():
         skipped += [f"- {split}: {name}" for name in result["skipped"]]
         for search, found in result["searches"].items():
-            words, characters = (
-                " / ".join(str(found[unit][kind]) for kind in ("substitutions", "deletions", "insertions"))
-                for unit in ("words", "characters")
-            )
-            cells = [split, search, f"{found['wer']:.2f}", words, f"{found['cer']:.2f}", characters]
+            cells = [split, search]
+            for rate, unit in (("wer", "words"), ("cer", "characters")):
+                kinds = (str(found[unit][kind]) for kind in ("substitutions", "deletions", "insertions"))
+                cells += [f"{found[rate]:.2f}", " / ".join(kinds)]
             times = [f"{result['audio_hours']:.3f}", f"{found['seconds']:.1f}", f"{found['real_time_factor']:.4f}"]
             rows.append([*cells, *times, str(len(result["skipped"]))])
     header = ["split", "search", "WER %", "S / D / I", "CER %", "S / D / I", "hours", "seconds", "RTF", "left out"]

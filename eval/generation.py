@@ -75,18 +75,11 @@ def parse_arguments(words: Sequence[str] | None) -> argparse.Namespace:
 
 def build(shape: Shape, longest: int, device: str) -> LlamaModel:
     """Makes a decoder with random weights, which are the same in each call."""
-    config = LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=shape.width,
-        intermediate_size=2 * shape.width,
-        num_hidden_layers=shape.layers,
-        num_attention_heads=shape.heads,
-        num_key_value_heads=shape.key_heads,
-        head_dim=shape.head_dim,
-        max_position_embeddings=longest,
-    )
+    sizes: dict[str, Any] = {"hidden_size": shape.width, "intermediate_size": 2 * shape.width}
+    sizes |= {"num_attention_heads": shape.heads, "num_key_value_heads": shape.key_heads, "head_dim": shape.head_dim}
+    sizes |= {"num_hidden_layers": shape.layers, "max_position_embeddings": longest}
     torch.manual_seed(SEED)
-    return LlamaModel(config).eval().to(device)
+    return LlamaModel(LlamaConfig(vocab_size=VOCABULARY, **sizes)).eval().to(device)
 
 
 class Way:

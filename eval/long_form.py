@@ -170,9 +170,11 @@ def report_lines(
     lines = ["# Whole chapters in one pass", "", settings, ""]
     if distances:
         lines += [f"At {cells[0]['minutes']:g} minutes {', '.join(distances)}.", ""]
-    lines += ["Seconds of one pass, in brackets of the CPU alone:", "", *_table(cells, _time)]
+    times = _table(cells, lambda cell: "{seconds:.3g} ({cpu_seconds:.3g})".format(**cell["pass"]))
+    sizes = _table(cells, lambda cell: f"{cell['bytes']['pass'] / 1e6:.0f} ({cell['bytes']['total'] / 1e6:.0f})")
+    lines += ["Seconds of one pass, in brackets of the CPU alone:", "", *times]
     memory = "Peak memory of one pass in MB (10^6 bytes; output included, features not), in brackets over the loaded"
-    lines += [f"{memory} model, audio and features included:", "", *_table(cells, _memory)]
+    lines += [f"{memory} model, audio and features included:", "", *sizes]
     lines += ["Recordings and their features:", "", *_features(cells), ""]
     if any("wer" in cell for cell in cells):
         title = "Word error rate of the long pass in percent, in brackets of the same utterances one by one:"
@@ -190,14 +192,6 @@ def _table(cells: Sequence[Cell], show: Callable[[Cell], str]) -> list[str]:
     shown = {place: show(cell) if cell["status"] == "ok" else cell["status"] for place, cell in known.items()}
     rows = [[f"{each:g}", *(shown[each, label] for label in labels)] for each in minutes]
     return [*report.table(["minutes", *labels], rows), ""]
-
-
-def _time(cell: Cell) -> str:
-    return f"{cell['pass']['seconds']:.3g} ({cell['pass']['cpu_seconds']:.3g})"
-
-
-def _memory(cell: Cell) -> str:
-    return f"{cell['bytes']['pass'] / 1e6:.0f} ({cell['bytes']['total'] / 1e6:.0f})"
 
 
 def _words(cell: Cell) -> str:

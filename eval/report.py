@@ -37,7 +37,7 @@ from favor.eval.approximation.report import UNIFORM, Measured, spread
 from favor.eval.approximation.variants import LOCAL, Variant, add_options, variants_of
 from favor.eval.common.pretrained import PACKAGE, minilm_path
 from favor.eval.common.program import device_or_default
-from favor.eval.common.report import context, with_floats
+from favor.eval.common.report import context, local_names, with_floats
 from favor.eval.speed.measure import Stopwatch, interleaved, seconds
 from favor.integrations.layer import attention_modules
 from favor.train.common.program import Parser, program
@@ -191,19 +191,6 @@ def render(data: Mapping[str, Any]) -> str:
     return re.sub(r"\{\{(\w+)\}\}", lambda place: filled[place[1]], TEMPLATE.read_text(encoding="utf-8"))
 
 
-def model_name(given: str | None) -> str:
-    """Names the model: a hub name, or the last part of a folder, since the other parts are of this machine."""
-    if given is None:
-        return PACKAGE
-    return Path(given).resolve().name if Path(given).exists() else given
-
-
-def layer_names(model: PreTrainedModel, measured: Measured) -> list[str]:
-    """Lists the names of the modules of the layers that were measured, in order."""
-    names, modules = {module: name for name, module in model.named_modules()}, attention_modules(model)
-    return [names[modules[number]] for number in sorted(measured.heads.errors[measured.heads.variants[0]])]
-
-
 def facts(model: PreTrainedModel, parts: Sequence[Part], layers: int, arguments: argparse.Namespace) -> dict[str, str]:
     """Describes the measurements in words, by name."""
     found = context("", ("transformers",))
@@ -244,9 +231,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         own = [variant for variant in variants if variant.is_backend]
         parts.append(Part(measured, pass_seconds(model, ids[:1], own, arguments.seed, arguments.seconds_per_cell)))
         print(f"{ids.shape[1]} tokens measured, {time.perf_counter() - started:.0f} s", flush=True)
-    layers = layer_names(model, parts[0].measured)
+    names, modules = {module: name for name, module in model.named_modules()}, attention_modules(model)
+    layers = [names[modules[number]] for number in sorted(parts[0].measured.heads.errors[variants[0]])]
     found = content(parts, whole.measure_of(model), layers, arguments.max_error)
-    known = {"model": model_name(arguments.model), "facts": facts(model, parts, len(layers), arguments)}
+    known = {
+        "model": local_names([arguments.model or PACKAGE])[0],
+        "facts": facts(model, parts, len(layers), arguments),
+    }
     arguments.html.parent.mkdir(parents=True, exist_ok=True)
     arguments.html.write_text(render({**known, **found}), encoding="utf-8")
     print("\n".join(each["verdict"] for each in found["lengths"]))

@@ -41,7 +41,7 @@ from favor.config import BACKEND, FavorConfig, feature_family
 from favor.eval.approximation import model as whole
 from favor.eval.approximation import report
 from favor.eval.approximation.report import Measured
-from favor.eval.approximation.variants import HeadErrors, Variant, add_options, chosen_name, variants_of
+from favor.eval.approximation.variants import Variant, add_options, variants_of
 from favor.eval.common import report as common
 from favor.eval.common.pretrained import PACKAGE, minilm_path
 from favor.eval.common.program import add_results, device_or_default
@@ -176,7 +176,7 @@ def chosen(source: Any, arguments: argparse.Namespace) -> dict[Variant, Any]:
     for budget in arguments.flop_budgets:
         model = copy.deepcopy(source.model)
         favor.convert(model, "landmark", dataloader=inputs, layers="auto", flop_budget=budget)
-        models[Variant("landmark", None, 0, 0, chosen_name(budget))] = model
+        models[Variant("landmark", None, 0, 0, f"layers=auto, flop_budget={budget:g}")] = model
     return models
 
 
@@ -213,17 +213,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         "command": f"`{context['command']}`",
         "seconds": round(time.perf_counter() - started),
     }
-    settings = {variant: entries(model, measured[-1].heads) for variant, model in own.items()}
+    layers = sorted(next(iter(measured[-1].heads.errors.values())))  # those that were measured
+    modules = {variant: attention_modules(model) for variant, model in own.items()}
+    settings = {variant: [stored_choice(of[layer]) for layer in layers] for variant, of in modules.items()}
     results = report.Results(facts, whole.measure_of(source.model), measured, sts, settings)
     report.write(results, arguments.output_dir, arguments.name)
     print("\n".join(report.lines(results)))
     return 0
-
-
-def entries(model: Any, heads: HeadErrors) -> list[dict[str, Any]]:
-    """Lists the entries of `config.favor_layers` of the layers that were measured, in their order."""
-    modules = attention_modules(model)
-    return [stored_choice(modules[layer]) for layer in sorted(next(iter(heads.errors.values())))]
 
 
 cli = program("favor.eval.approximation", main)

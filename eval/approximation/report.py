@@ -119,16 +119,10 @@ def _by_length(results: Results) -> list[str]:
 def _chosen(results: Results) -> list[str]:
     """Writes what each layer runs where layers have settings of their own."""
     head = ["layer", *(f"`{variant.label}`" for variant in results.chosen)]
-    cells = [[setting(own) for own in layers] for layers in results.chosen.values()]
+    said = "M = {num_features}, {selected_keys} selected keys"
+    cells = [["exact" if "exact_heads" in own else said.format(**own) for own in of] for of in results.chosen.values()]
     rows = [[str(layer), *row] for layer, row in enumerate(zip(*cells, strict=True))]
     return ["## Chosen for each layer", "", *table(head, rows), ""]
-
-
-def setting(choice: dict[str, Any]) -> str:
-    """Says in words what a layer chose, from its entry of `config.favor_layers`."""
-    if "exact_heads" in choice:
-        return "exact"
-    return f"M = {choice['num_features']}, {choice['selected_keys']} selected keys"
 
 
 def write(results: Results, folder: Path, name: str) -> None:

@@ -81,11 +81,6 @@ def add_options(parser: argparse.ArgumentParser, compared: Sequence[str], select
     add("--seed", type=int, default=0, help="seed of random directions and masks")
 
 
-def chosen_name(budget: float) -> str:
-    """Names landmarks with settings that `favor.convert` chose for each layer, for `Variant.folder`."""
-    return f"layers=auto, flop_budget={budget:g}"
-
-
 def variants_of(
     texts: Sequence[str], num_features: Sequence[int], windows: Sequence[int], selected_keys: Sequence[int] = ()
 ) -> list[Variant]:

@@ -160,11 +160,10 @@ def machine() -> str:
     return f"{gpus}; " * bool(gpus) + f"{model}, {available_cores()} cores"
 
 
-def versions() -> dict[str, str]:
-    """Gives the versions of Python and of the packages that a result depends on, if they are installed."""
-    packages = ("favor", "torch", "transformers", "accelerate", "datasets")
+def versions(*more: str) -> dict[str, str]:
+    """Gives the versions of Python and of the packages that a result depends on, and more, if they are installed."""
     found = {"python": platform.python_version()}
-    for name in packages:
+    for name in ("favor", "torch", "transformers", "accelerate", "datasets", *more):
         with contextlib.suppress(metadata.PackageNotFoundError):
             found[name] = metadata.version(name)
     return found

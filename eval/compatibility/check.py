@@ -57,10 +57,6 @@ class Candidate:
     module: str
     name: str
 
-    def load(self) -> Any:
-        """Gives the class."""
-        return getattr(importlib.import_module(self.module), self.name)
-
 
 class NotBuiltError(Exception):
     """No tiny model of a class could be made, or no inputs were found that it takes."""
@@ -107,7 +103,7 @@ def check(candidate: Candidate) -> dict[str, Any]:
 
 def build(candidate: Candidate) -> tuple[PreTrainedModel, Inputs]:
     """Makes a tiny model with exact attention, and inputs that it takes."""
-    model_class = candidate.load()
+    model_class = getattr(importlib.import_module(candidate.module), candidate.name)
     own = {**OWN.get(candidate.family, {}), **OWN.get(candidate.name, {})}
     problems, tried = [], 0
     for factor, image in SIZES:

@@ -136,13 +136,10 @@ def settings_of(arguments: argparse.Namespace) -> list[tuple[str, str, dict[str,
         given = start | named_ones
         feature_family(backend, FavorConfig.from_dict(given), list(named_ones))  # refuses what it does not read
         bounds = (() if "exact_below" in options else arguments.exact_below) or ()
-        found += [(f"{text}, exact_below {n}", backend, given | {"exact_below": _bound(n)}) for n in bounds]
+        numbers = {n: n if n == "auto" else int(n) for n in bounds}
+        found += [(f"{text}, exact_below {n}", backend, given | {"exact_below": own}) for n, own in numbers.items()]
         found += [] if bounds else [(text, backend, given)]
     return found
-
-
-def _bound(text: str) -> int | str:
-    return text if text == "auto" else int(text)
 
 
 def compare(arguments: argparse.Namespace, samples: Samples) -> list[Row]:

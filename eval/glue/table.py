@@ -13,7 +13,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -22,8 +22,7 @@ from favor.eval.common.pretrained import MODULE, PACKAGE, SHA256
 from favor.eval.common.report import local_names, table
 
 
-@dataclass(frozen=True)
-class Column:
+class Column(NamedTuple):
     """One column of Table 1: the task's short name, its heading, and the name of its metric."""
 
     task: str

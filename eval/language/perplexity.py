@@ -11,6 +11,7 @@ kept in NAME.jsonl, so that the same command continues where it was stopped.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import hashlib
 import itertools
 import math
@@ -60,11 +61,9 @@ def token_nats(model: Any, ids: Tensor) -> Tensor:
         states.extend(given)
         return given[0][:, -1:]
 
-    hook = head.register_forward_pre_hook(only_last)
-    try:
+    with contextlib.ExitStack() as stack:
+        stack.callback(head.register_forward_pre_hook(only_last).remove)
         last = model(input_ids=ids, use_cache=False).logits
-    finally:
-        hook.remove()
     hidden = states[0] if states else None
     if hidden is None or not torch.allclose(head(hidden[:, -1:]), last[:, -1:], rtol=1e-3, atol=1e-3):
         raise ValueError(

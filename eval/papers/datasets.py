@@ -108,14 +108,9 @@ def is_number(values: Sequence[str]) -> bool:
 
 def encode(columns: Sequence[Sequence[str]]) -> np.ndarray:
     """Encodes columns of text as numbers `[n, d]`: a column of numbers unchanged, any other one-hot."""
-    parts = []
-    for column in columns:
-        if is_number(column):
-            parts.append(np.array(column, dtype=np.float64)[:, None])
-        else:
-            text = np.array(column)
-            parts.append((text[:, None] == np.unique(text)).astype(np.float64))
-    return np.concatenate(parts, axis=1)
+    arrays = [(np.array(column)[:, None], is_number(column)) for column in columns]
+    parts = [text if numbers else text == np.unique(text) for text, numbers in arrays]
+    return np.concatenate([part.astype(np.float64) for part in parts], axis=1)
 
 
 def read_images(folder: Path, file: str, *names: str) -> list[np.ndarray]:

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import itertools
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -100,9 +101,8 @@ def keel(name: str, folder: Path) -> Rows:
     """Reads a data set of the KEEL repository, without columns that are constant; ValueError if its file is missing."""
     file, outlier = KEEL[name]
     if not (folder / file).is_file():
-        raise ValueError(
-            f"--keel_dir must be a folder with {', '.join(f for f, _ in KEEL.values())}; {file} is missing."
-        )
+        files = ", ".join(each for each, _ in KEEL.values())
+        raise ValueError(f"--keel_dir must be a folder with {files}; {file} is missing.")
     columns = list(zip(*read_rows(folder / file), strict=True))
     x = encode(columns[:-1])
     return x[:, x.std(0) > 0], np.array(columns[-1]) == outlier
@@ -273,9 +273,8 @@ def measure_nmf() -> dict[str, Any]:
         for method in nmf_methods():  # what the first call loads is not timed
             run(method, V, count, 1, firsts[0])
         runs: dict[str, list[list[Run]]] = {method: [] for method in nmf_methods()}
-        for first in firsts:
-            for method, lines in runs.items():
-                lines.append([run(method, V, count, number, first) for number in SWEEPS])
+        for first, (method, lines) in itertools.product(firsts, runs.items()):
+            lines.append([run(method, V, count, number, first) for number in SWEEPS])
         found["sets"][name] = {
             "shape": list(V.shape),
             "components": count,
@@ -351,10 +350,8 @@ def plot_nmf(result: Mapping[str, Any], path: Path) -> None:
     """
     figure, grid = panels(len(result["sets"]), 2, 5, 2.8)
     for row, (name, found) in zip(grid, result["sets"].items(), strict=True):
-        means = {
-            method: np.mean(runs, 0) / np.min(np.mean([*found["objective"].values()], 1))
-            for method, runs in found["objective"].items()
-        }
+        lowest = np.min(np.mean([*found["objective"].values()], 1))
+        means = {method: np.mean(runs, 0) / lowest for method, runs in found["objective"].items()}
         for method, line in means.items():
             style = {"color": "black", "linestyle": "--"} if method == MU else {}
             row[0].plot(SWEEPS, line, marker=".", label=method, **style)

@@ -53,18 +53,13 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--text", required=True, help="text to calibrate on: UTF-8, plain, .gz or .xz")
     parser.add_argument("--held_out", required=True, nargs="+", help="texts to measure on")
-    parser.add_argument("--max_length", type=int, default=256, help="tokens of a sample to calibrate on")
-    parser.add_argument(
-        "--held_out_length", type=int, help="tokens of a sample to measure on; default: that of --max_length"
-    )
-    parser.add_argument(
-        "--baselines", nargs="+", type=int, default=[64, 128, BASELINE, 256], help="features without weights"
-    )
-    parser.add_argument("--windows", nargs="+", type=int, default=[0, 64], help="tokens of exact blocks; 0: no blocks")
-    parser.add_argument(
-        "--backends", nargs="+", default=list(BACKENDS), metavar="NAME[:FEATURES]", help="backends to compare"
-    )
-    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1], help="seeds of the directions")
+    add = parser.add_argument
+    add("--max_length", type=int, default=256, help="tokens of a sample to calibrate on")
+    add("--held_out_length", type=int, help="tokens of a sample to measure on; default: that of --max_length")
+    add("--baselines", nargs="+", type=int, default=[64, 128, BASELINE, 256], help="features without weights")
+    add("--windows", nargs="+", type=int, default=[0, 64], help="tokens of exact blocks; 0: no blocks")
+    add("--backends", nargs="+", default=list(BACKENDS), metavar="NAME[:FEATURES]", help="backends to compare")
+    add("--seeds", nargs="+", type=int, default=[0, 1], help="seeds of the directions")
     add_results(parser, "feature_weights")
     return parser.parse_args(argv)
 
@@ -204,10 +199,8 @@ def acceptance(rows: Sequence[dict[str, Any]]) -> list[report.Check]:
         same = [r for r in rows if all(r[key] == row[key] for key in ("text", "window", "backend"))]
         plain = [r["kl"] for r in same if r["M"] == BASELINE and r["kind"] in (PLAIN, CALIBRATED)]
         if plain:
-            statement = (
-                f"{row['backend']}, window {row['window']}, {row['text']}: mean row KL with {NUM_FEATURES} weighted "
-                f"features is at most that of {BASELINE} without weights, whatever their statistics"
-            )
+            statement = f"{row['backend']}, window {row['window']}, {row['text']}: mean row KL with {NUM_FEATURES} "
+            statement += f"weighted features is at most that of {BASELINE} without weights, whatever their statistics"
             checks.append(report.Check(statement, f"{row['kl']:.3f} to {min(plain):.3f}", row["kl"] <= min(plain)))
     return checks
 
@@ -225,12 +218,9 @@ def report_lines(arguments: argparse.Namespace, rows: Sequence[dict[str, Any]], 
     ]
     header = ["backend", "learned", "M", "KL", "error", "seconds"]
     for title, own in by_panel(rows).items():
-        cells = [
-            [r["backend"], r["kind"], str(r["M"]), f"{r['kl']:.3f}", f"{r['error']:.3f}", f"{r['seconds']:.0f}"]
-            for r in own
-        ]
-        plain = [[*cell[:-1], "" if cell[1] == PLAIN else cell[-1]] for cell in cells]
-        lines += ["", f"## {title}", "", *report.table(header, plain)]
+        cells = [[r["backend"], r["kind"], str(r["M"]), f"{r['kl']:.3f}", f"{r['error']:.3f}"] for r in own]
+        cells = [[*c, "" if r["kind"] == PLAIN else f"{r['seconds']:.0f}"] for c, r in zip(cells, own, strict=True)]
+        lines += ["", f"## {title}", "", *report.table(header, cells)]
     return lines
 
 

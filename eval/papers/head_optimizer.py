@@ -51,13 +51,8 @@ NEEDED = {"fashion": "images_dir", "sst2": "glue_dir", "text": "text"}
 MILESTONES = (1, 2, 5)
 SEEDS = 5
 NOT_TUNED = ("head", "process_group", "capture")  # parameters of SoftmaxBound that do not change its steps
-NAMES = {
-    "adamw": "AdamW",
-    "sgd": "SGD",
-    "bound": "SoftmaxBound",
-    "defaults": "SoftmaxBound, defaults",
-    "recommended": "SoftmaxBound, recommended",
-}
+NAMES = {"adamw": "AdamW", "sgd": "SGD", "bound": "SoftmaxBound"}
+NAMES |= {name: f"SoftmaxBound, {name}" for name in ("defaults", "recommended")}
 COLORS = {"adamw": "C0", "sgd": "C7", "bound": "C3", "defaults": "C1", "recommended": "C1"}
 
 Config = dict[str, Any]
@@ -166,12 +161,8 @@ def train(task: HeadTask, config: Config, seed: int, milestones: Sequence[int]) 
     both = optimizers(model, head, config)
     torch.manual_seed(mix(seed, 1))
     order = EpochSampler(len(task.data["train"][1]), seed)
-    found: dict[str, Any] = {
-        "train": {str(epochs): math.inf for epochs in milestones},
-        "test": {str(epochs): [math.inf, 0.0] for epochs in milestones},
-        "steps": [],
-        "seconds": [],
-    }
+    found: dict[str, Any] = {"train": {str(epochs): math.inf for epochs in milestones}, "steps": [], "seconds": []}
+    found["test"] = {str(epochs): [math.inf, 0.0] for epochs in milestones}
     for epoch in range(max(milestones)):
         order.set_epoch(epoch)
         start = time.perf_counter()
@@ -305,19 +296,11 @@ def report_lines(results: Mapping[str, Sequence[Entry]], tasks: Mapping[str, Hea
             group = [other for other in entries if other.epochs == entry.epochs]
             lowest = min(float(np.mean(other.train)) for other in group)
             rival = next(other for other in group if other.method == "adamw")
-            loss = _spread(entry.train)
-            rows.append(
-                [
-                    NAMES[entry.method],
-                    str(entry.epochs),
-                    label(entry.config) + (" (edge)" if entry.at_edge else ""),
-                    f"**{loss}**" if np.mean(entry.train) == lowest else loss,
-                    "" if entry is rival else _wins(entry, rival),
-                    _spread(entry.test),
-                    f"{100 * np.mean(entry.accuracy):.1f}",
-                    f"{entry.seconds:.2f}",
-                ]
-            )
+            loss, edge = _spread(entry.train), " (edge)" if entry.at_edge else ""
+            row = [NAMES[entry.method], str(entry.epochs), f"{label(entry.config)}{edge}"]
+            row += [f"**{loss}**" if np.mean(entry.train) == lowest else loss]
+            row += ["" if entry is rival else _wins(entry, rival), _spread(entry.test)]
+            rows.append([*row, f"{100 * np.mean(entry.accuracy):.1f}", f"{entry.seconds:.2f}"])
         lines += ["", f"## {name}", "", tasks[name].about, "", *report.table([*header, "s/epoch"], rows)]
     return lines
 
@@ -329,9 +312,8 @@ def _spread(values: Sequence[float]) -> str:
 def settings_text(tasks: Sequence[str]) -> str:
     """Explains in words how the measurements were made."""
     grids = {name: GRIDS[name] for name in tasks}
-    counts = ", ".join(
-        f"{len(grid.configs('adamw'))} and {len(grid.configs('bound'))} ({name})" for name, grid in grids.items()
-    )
+    pairs = [(len(grid.configs("adamw")), len(grid.configs("bound")), name) for name, grid in grids.items()]
+    counts = ", ".join(f"{adamw} and {bound} ({name})" for adamw, bound, name in pairs)
     text = (
         "The body of each network trains with AdamW, its output layer as the row says. Learning rates are constant, "
         f"weight decay is 0. Configurations tried for AdamW and for SoftmaxBound: {counts}. The one with the "
@@ -395,10 +377,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     found = {name: compare(runs, task, GRIDS[name]) for name, task in tasks.items()}
     results = {name: entries for name, (entries, _) in found.items()}
     plot({name: steps for name, (_, steps) in found.items()}, arguments.output_dir / f"{arguments.name}.png")
-    of_task = {
-        name: {"settings": dict(tasks[name].settings), "entries": list(map(asdict, entries))}
-        for name, entries in results.items()
-    }
+    rows = {name: [*map(asdict, entries)] for name, entries in results.items()}
+    of_task = {name: {"settings": dict(tasks[name].settings), "entries": rows[name]} for name in tasks}
     context: Any = ("favor.eval.papers.head_optimizer", argv, ("transformers", "numpy"))
     content = report.context_of(*context, ["--images_dir", "--glue_dir", "--text"], "--runs_file")
     content |= {"seeds": SEEDS, "tasks": of_task}

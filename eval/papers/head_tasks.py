@@ -84,16 +84,11 @@ def fashion(folder: Path, width: int = 128, batch_size: int = 128) -> HeadTask:
 
 
 def sst2(
-    folder: Path | None,
-    samples: int = 640,
-    measured: int = 320,
-    test: int = 436,
-    batch_size: int = 32,
-    path: Path | None = None,
+    folder: Path | None, samples: int = 640, measured: int = 320, test: int = 436, batch_size: int = 32, path: str = ""
 ) -> HeadTask:
     """Makes the task SST-2, 2 labels, with the pretrained MiniLM as the body and a new classification layer."""
-    path = minilm_path() if path is None else path
-    tokenizer = load_processor(str(path))
+    path = str(path or minilm_path())
+    tokenizer = load_processor(path)
     data = load_glue("sst2", folder)
     order = torch.randperm(len(data.train), generator=torch.Generator().manual_seed(0))[:samples]
     train, dev = data.train.select(order.tolist()), data.evaluation["validation"]
@@ -111,7 +106,7 @@ def sst2(
     return HeadTask(
         "sst2",
         parts,
-        lambda: load_model(AutoModelForSequenceClassification, str(path), num_labels=2),
+        lambda: load_model(AutoModelForSequenceClassification, path, num_labels=2),
         "classifier",
         logits,
         batch_size,

@@ -187,10 +187,8 @@ def evaluate(dataset: Dataset) -> dict[str, Any]:
 
 def curve(results: Sequence[Mapping[str, Any]], method: str) -> list[float]:
     """Computes test accuracies in %, the mean over splits and data sets, for every number of features."""
-    return [
-        100 * float(np.mean([[s["methods"][method][str(count)]["test"] for s in r["splits"]] for r in results]))
-        for count in COUNTS
-    ]
+    methods = [[split["methods"][method] for split in result["splits"]] for result in results]
+    return [100 * float(np.mean([[own[str(m)]["test"] for own in splits] for splits in methods])) for m in COUNTS]
 
 
 def checks(results: Results) -> list[report.Check]:
@@ -271,15 +269,14 @@ def _table(results: Sequence[Mapping[str, Any]]) -> list[str]:
     best = [max(column) for column in zip(*values.values(), strict=True)]
     rows = []
     for method, row in values.items():
-        cells = []
+        rows.append([method])
         for count, value, most in zip(COUNTS, row, best, strict=True):
             text = f"**{value:.1f}**" if value == most else f"{value:.1f}"
             if len(results) == 1:
                 runs = [s["methods"][method][str(count)] for s in results[0]["splits"]]
                 scale = math.exp(np.mean([math.log(run["scale"]) for run in runs]))
                 text += f" ({100 * np.mean([run['std'] for run in runs]):.1f}, {scale:.2g})"
-            cells.append(text)
-        rows.append([method, *cells])
+            rows[-1].append(text)
     return report.table(["method", *(f"M = {count}" for count in COUNTS)], rows)
 
 
@@ -300,11 +297,10 @@ def plot(results: Results, path: Path) -> None:
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     """Parses the arguments; ends the program for bad ones."""
     parser = Parser("favor.eval.papers.kernel_classification", __doc__)
-    parser.add_argument("--data_dir", type=Path, help="folder of data files; default: scikit-learn's bundled sets")
-    parser.add_argument(
-        "--datasets", nargs="+", help="data sets; default: the eight UCI sets, without a folder the bundled ones"
-    )
-    parser.add_argument("--shuffles", type=int, default=1, help="shuffles of each data set; results are their mean")
+    add = parser.add_argument
+    add("--data_dir", type=Path, help="folder of data files; default: scikit-learn's bundled sets")
+    add("--datasets", nargs="+", help="data sets; default: the eight UCI sets, without a folder the bundled ones")
+    add("--shuffles", type=int, default=1, help="shuffles of each data set; results are their mean")
     add_results(parser, "kernel_classification")
     arguments = parser.parse_args(argv)
     if arguments.shuffles < 1:

@@ -11,6 +11,7 @@ Step sizes are on half decades, with bounds far from where the search starts; ot
 
 from __future__ import annotations
 
+import abc
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -127,7 +128,7 @@ def initial_head(problem: Problem, seed: int) -> nn.Linear:
     return head
 
 
-class Stepper:
+class Stepper(abc.ABC):
     """Takes steps of a method."""
 
     full_batch = True
@@ -141,9 +142,9 @@ class Stepper:
         """Gives the weights that are evaluated."""
         return self.head.weight.detach()
 
+    @abc.abstractmethod
     def advance(self) -> None:
         """Takes one step."""
-        raise NotImplementedError
 
 
 class Stochastic(Stepper):
@@ -371,59 +372,33 @@ RATE = Axis((1.0, 1.9), 1)
 MANY = (10, 100, 1000)
 FEW = (1, 10, 100)
 BOUND_AXES = tuned(1.0, MANY, 100, decay=DECAY, damping=Axis(DAMPINGS, 2))
-PLAIN, LITERAL = of_torch(SGD), with_options(SPFB, literal=True)
+SPFB_AXES = tuned(1.0, MANY, 100, decay=DECAY, damping=Axis(DAMPINGS, 1))
+TAUS, ORDERS = Axis((10, 100, 1000, 10_000, 100_000), 2), Axis(("ascending", "descending"))
+CURVATURES, CHEAP = Axis(("block", "bohning", "kfac"), 1), full(with_options(BBM, "curvature"))
+PLAIN, MEAN = stochastic(of_torch(SGD)), stochastic(of_torch(SGD), averaged=True)
+LITERAL = stochastic(with_options(SPFB, literal=True))
+REPAIRED = stochastic(with_options(LSPFB, "rank", rule="repaired"))
+DENSE, NEWTON = parameters_up_to(LARGEST_SBM), parameters_up_to(LARGEST_NEWTON)
+LSPFB_AXES = {lr: tuned(lr, MANY, 100, rank=RANK, decay=DECAY) for lr in (3.0, 10.0)}
 
 METHODS: dict[str, Method] = {
-    "sgd": Method("SGD", stochastic(PLAIN), tuned(1, FEW, 10, True)),
-    "asgd_tau": Method(
-        "ASGD, tau/(tau + i)",
-        stochastic(PLAIN, averaged=True),
-        tuned(1, FEW, 10, True, tau=Axis((10, 100, 1000, 10_000, 100_000), 2)),
-    ),
-    "asgd": Method("ASGD, 1/i", stochastic(PLAIN, averaged=True), tuned(10, FEW, 10, True, tau=Axis((0,)))),
+    "sgd": Method("SGD", PLAIN, tuned(1, FEW, 10, True)),
+    "asgd_tau": Method("ASGD, tau/(tau + i)", MEAN, tuned(1, FEW, 10, True, tau=TAUS)),
+    "asgd": Method("ASGD, 1/i", MEAN, tuned(10, FEW, 10, True, tau=Axis((0,)))),
     "adam": Method("Adam", stochastic(of_torch(Adam)), tuned(0.01, FEW, 10, decay=DECAY)),
     "lbfgs": Method("L-BFGS", full(lbfgs, regularised=True)),
-    "newton": Method(
-        "Newton", lambda p, head, options, seed: Newton(p, head), obstacle=parameters_up_to(LARGEST_NEWTON)
-    ),
-    "bbm": Method(
-        "BBM",
-        full(with_options(BBM, "order")),
-        lambda problem: {"lr": RATE, "order": Axis(("ascending", "descending"))},
-        features,
-    ),
-    "bbm_cheap": Method(
-        "BBM, cheaper K",
-        full(with_options(BBM, "curvature")),
-        lambda problem: {"lr": RATE, "curvature": Axis(("block", "bohning", "kfac"), 1)},
-        features,
-    ),
-    "sbm": Method("SBM, online", sbm("online"), tuned(1.0, FEW, 10), parameters_up_to(LARGEST_SBM)),
-    "sbm_accumulated": Method(
-        "SBM, accumulated", sbm("accumulated"), tuned(1.0, FEW, 10), parameters_up_to(LARGEST_SBM)
-    ),
-    "spfb_one": Method("SPFB as published, m = 1", stochastic(LITERAL), tuned(1.0, (1,), 1)),
-    "spfb_literal": Method("SPFB as published", stochastic(LITERAL), tuned(1.0, MANY, 100), features),
-    "spfb": Method(
-        "SPFB, damped",
-        stochastic(with_options(SPFB, "damping")),
-        tuned(1.0, MANY, 100, decay=DECAY, damping=Axis(DAMPINGS, 1)),
-        features,
-    ),
+    "newton": Method("Newton", lambda p, head, options, seed: Newton(p, head), obstacle=NEWTON),
+    "bbm": Method("BBM", full(with_options(BBM, "order")), lambda p: {"lr": RATE, "order": ORDERS}, features),
+    "bbm_cheap": Method("BBM, cheaper K", CHEAP, lambda p: {"lr": RATE, "curvature": CURVATURES}, features),
+    "sbm": Method("SBM, online", sbm("online"), tuned(1.0, FEW, 10), DENSE),
+    "sbm_accumulated": Method("SBM, accumulated", sbm("accumulated"), tuned(1.0, FEW, 10), DENSE),
+    "spfb_one": Method("SPFB as published, m = 1", LITERAL, tuned(1.0, (1,), 1)),
+    "spfb_literal": Method("SPFB as published", LITERAL, tuned(1.0, MANY, 100), features),
+    "spfb": Method("SPFB, damped", stochastic(with_options(SPFB, "damping")), SPFB_AXES, features),
     "prox": Method("ProxBoundSGD", stochastic(with_options(ProxBoundSGD)), tuned(3, (1,), 1, True, decay=DECAY)),
-    "lspfb": Method("LSPFB", stochastic(with_options(LSPFB, "rank")), tuned(3.0, MANY, 100, rank=RANK, decay=DECAY)),
-    "lspfb_repaired": Method(
-        "LSPFB, repaired",
-        stochastic(with_options(LSPFB, "rank", rule="repaired")),
-        tuned(10.0, MANY, 100, rank=RANK, decay=DECAY),
-    ),
-    **{
-        f"bound_{curvature}": Method(
-            f"SoftmaxBound, {curvature}",
-            stochastic(with_options(SoftmaxBound, "damping", curvature=curvature)),
-            BOUND_AXES,
-            features,
-        )
-        for curvature in ("bohning", "diag", "block", "kfac")
-    },
+    "lspfb": Method("LSPFB", stochastic(with_options(LSPFB, "rank")), LSPFB_AXES[3.0]),
+    "lspfb_repaired": Method("LSPFB, repaired", REPAIRED, LSPFB_AXES[10.0]),
 }
+for _curvature in ("bohning", "diag", "block", "kfac"):
+    _make = stochastic(with_options(SoftmaxBound, "damping", curvature=_curvature))
+    METHODS[f"bound_{_curvature}"] = Method(f"SoftmaxBound, {_curvature}", _make, BOUND_AXES, features)

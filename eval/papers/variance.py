@@ -206,8 +206,8 @@ def report_lines(results: Table, source: str) -> list[str]:
         body = []
         for i, sigma in enumerate(SIGMAS):
             lowest = min(row[name][i] for name in FAMILIES)
-            values = [(f"{row[name][i]:.3f}", name in FAMILIES and row[name][i] == lowest) for name in METHODS]
-            body.append([f"{sigma:.1f}", *(f"**{text}**" if bold else text for text, bold in values)])
+            stars = ["**" * (name in FAMILIES and row[name][i] == lowest) for name in METHODS]
+            body.append([f"{sigma:.1f}", *(f"{s}{row[n][i]:.3f}{s}" for n, s in zip(METHODS, stars, strict=True))])
         lines += ["", f"## {regime}", "", *report.table(["sigma", *METHODS], body)]
     return lines
 

@@ -88,18 +88,15 @@ def parse_arms(text: str, counts: Sequence[int]) -> list[Backend]:
 def parse_arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     """Parses the arguments of the evaluation; returns them and the rest, which goes to `favor.train.asr`."""
     parser = Parser("favor.eval.papers.wer_by_features", __doc__)
-    parser.add_argument("--model_name_or_path", help="model trained with exact attention; default: new weights")
-    parser.add_argument(
-        "--backends", nargs="+", default=list(DEFAULT_ARMS), metavar="NAME[:FEATURES][:M]", help="arms to compare"
-    )
-    parser.add_argument(
-        "--num_features", nargs="+", type=int, default=[8, 32, 128], metavar="M", help="for FAVOR arms that name none"
-    )
-    parser.add_argument("--seeds", nargs="+", type=int, default=[0], help="seeds of the runs")
-    parser.add_argument("--output_dir", type=Path, required=True, help="folder that gets a folder per arm and seed")
-    parser.add_argument("--results_dir", type=Path, default=Path("out/results"), help="folder of the report")
-    parser.add_argument("--name", required=True, help="the files of the report are called wer_by_features_NAME")
-    parser.add_argument("--report_only", action="store_true", help="report on finished runs, and run nothing")
+    add = parser.add_argument
+    add("--model_name_or_path", help="model trained with exact attention; default: new weights")
+    add("--backends", nargs="+", default=list(DEFAULT_ARMS), metavar="NAME[:FEATURES][:M]", help="arms to compare")
+    add("--num_features", nargs="+", type=int, default=[8, 32, 128], metavar="M", help="for FAVOR arms that name none")
+    add("--seeds", nargs="+", type=int, default=[0], help="seeds of the runs")
+    add("--output_dir", type=Path, required=True, help="folder that gets a folder per arm and seed")
+    add("--results_dir", type=Path, default=Path("out/results"), help="folder of the report")
+    add("--name", required=True, help="the files of the report are called wer_by_features_NAME")
+    add("--report_only", action="store_true", help="report on finished runs, and run nothing")
     arguments, rest = parser.parse_known_args(argv)
     rest = [word for word in rest if word != "--"]
     own = {*OWN, *(OF_THE_MODEL if arguments.model_name_or_path else ())}

@@ -135,18 +135,11 @@ def configuration(variables: dict[str, np.ndarray], weights: dict[str, Tensor], 
         sizes[f"{side}_layers"] = sum(f"{side}.layers." in name and "fc1.bias" in name for name in weights)
         sizes[f"{side}_attention_heads"] = int(variables[f"{side}/num_heads"])
         sizes[f"{side}_ffn_dim"] = len(weights[f"model.{side}.layers.0.fc1.bias"])
-    return WhisperConfig(
-        vocab_size=vocabulary,
-        d_model=width,
-        num_mel_bins=weights["model.encoder.conv1.weight"].shape[1],
-        max_source_positions=len(weights["model.encoder.embed_positions.weight"]),
-        max_target_positions=len(weights["model.decoder.embed_positions.weight"]),
-        dropout=0.0,
-        suppress_tokens=None,
-        begin_suppress_tokens=None,
-        **sizes,
-        **special,
-    )
+    sizes |= {"vocab_size": vocabulary, "d_model": width, "dropout": 0.0}
+    sizes["num_mel_bins"] = weights["model.encoder.conv1.weight"].shape[1]
+    sizes["max_source_positions"] = len(weights["model.encoder.embed_positions.weight"])
+    sizes["max_target_positions"] = len(weights["model.decoder.embed_positions.weight"])
+    return WhisperConfig(**sizes, **special, suppress_tokens=None, begin_suppress_tokens=None)
 
 
 def convert(folder: Path) -> tuple[WhisperForConditionalGeneration, WhisperProcessor]:

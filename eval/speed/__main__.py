@@ -17,7 +17,6 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -324,12 +323,6 @@ def explanation(arguments: argparse.Namespace) -> list[str]:
 
 def context(arguments: argparse.Namespace, argv: Sequence[str]) -> dict[str, Any]:
     """Collects command, machine, versions and settings, with which a run can be repeated."""
-    versions = launch.versions()
-    for package in ("triton", "performer-pytorch"):
-        try:
-            versions[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            continue
     what = "Whole models" if arguments.model_types else "Attention"
     settings = {key: value for key, value in vars(arguments).items() if key != "output_dir"}
     settings |= {"num_attention_heads": HEADS, "head_dim": HEAD_DIM}
@@ -338,7 +331,7 @@ def context(arguments: argparse.Namespace, argv: Sequence[str]) -> dict[str, Any
         "title": f"{what}: speed and memory on {'a GPU' if arguments.device == 'cuda' else 'a CPU'}",
         "command": shown_command("favor.eval.speed", argv, (), ("--output_dir",)),
         "machine": f"{launch.machine()}, {torch.get_num_threads()} threads",
-        "versions": versions,
+        "versions": launch.versions("triton", "performer-pytorch"),
         "seed": SEED,
         "settings": settings,
     }

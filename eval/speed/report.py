@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -104,19 +104,13 @@ def _time(result: Result) -> str:
     return f"{_number(1e3 * result.timing.median)}" + (f" ({result.speedup:.2f}x)" if result.speedup else "")
 
 
-def _tokens(result: Result) -> str:
-    return DASH if result.tokens_per_second is None else f"{result.tokens_per_second:.0f}"
-
-
-def _memory(result: Result) -> str:
-    return DASH if result.peak_bytes is None else _number(result.peak_bytes / 1e6)
-
-
-TABLES = (
-    ("Time of a pass in ms (in brackets: how many times as fast as the fastest SDPA backend)", _time),
-    ("Tokens a second", _tokens),
-    ("Peak memory of a pass in MB (10^6 bytes; output and gradients included, inputs not)", _memory),
-)
+TABLES: dict[str, Callable[[Result], str]] = {
+    "Time of a pass in ms (in brackets: how many times as fast as the fastest SDPA backend)": _time,
+    "Tokens a second": lambda own: f"{own.tokens_per_second:.0f}" if own.tokens_per_second is not None else DASH,
+    "Peak memory of a pass in MB (10^6 bytes; output and gradients included, inputs not)": (
+        lambda own: _number(own.peak_bytes / 1e6) if own.peak_bytes is not None else DASH
+    ),
+}
 
 
 def table_lines(results: Sequence[Result]) -> list[str]:
@@ -127,7 +121,7 @@ def table_lines(results: Sequence[Result]) -> list[str]:
         methods = list(dict.fromkeys(r.method for r in here if r.status != "skipped"))
         cells = {(r.length, r.method): r for r in here}
         lines += [f"## {panel[0].upper()}{panel[1:]}", ""]
-        for title, show in TABLES:
+        for title, show in TABLES.items():
             rows = [
                 [str(length), *(show(cells[length, method]) for method in methods)]
                 for length in sorted({r.length for r in here})
