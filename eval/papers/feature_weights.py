@@ -109,7 +109,7 @@ class Divergences:
         """Adds one call of a layer, without padding."""
         value = seen.value.repeat_interleave(seen.query.shape[1] // seen.key.shape[1], 1)
         eye = torch.eye(seen.key.shape[2], device=seen.key.device).expand(*seen.key.shape[:2], -1, -1)
-        options = {"is_causal": seen.is_causal, "scale": seen.scale, "enable_gqa": True}
+        options: dict[str, Any] = {"is_causal": seen.is_causal, "scale": seen.scale, "enable_gqa": True}
         exact = scaled_dot_product_attention(seen.query, seen.key, eye, **options)
         for variant, model in self.models.items():
             rows = variant.attention(model, seen._replace(value=eye, output=exact))

@@ -1,15 +1,26 @@
-"""Runs of programs that write a report."""
+"""A small corpus, a small CTC model, and runs of programs that write a report."""
 
 import json
 
 import pytest
+from tiny_speech import save_model, write_corpus
+
+
+@pytest.fixture(scope="session")
+def corpus(tmp_path_factory):
+    return write_corpus(tmp_path_factory.mktemp("corpus"))
+
+
+@pytest.fixture(scope="session")
+def ctc(tmp_path_factory):
+    return save_model(tmp_path_factory.mktemp("ctc"))
 
 
 @pytest.fixture
 def ran(tmp_path):
-    """Gives a function that runs a program and returns its JSON and its Markdown, once it has checked what all share:
+    """Gives a function that runs a program and returns its JSON and its Markdown, once it has checked what all share.
 
-    the exit code says whether the checks hold, the report has the command, and nothing tells of folders here.
+    The exit code says whether the checks hold, the report has the command, and nothing tells of folders here.
     """
 
     def call(program, *words, name="x", code=None, folder=tmp_path / "out"):

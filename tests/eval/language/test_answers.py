@@ -118,7 +118,6 @@ def test_the_table(run):
     ]
     assert [c["answers"] for c in cells] == [4] * 4 + [16] * 4
     assert all(0 <= c["accuracy"] <= 1 < c["nats"] and sorted(c["by_depth"]) == ["0.25", "0.75"] for c in cells)
-    assert "## multikey" in text
     assert "landmark:selected_keys=32 finds at least 95 % of what exact finds" in text
 
 

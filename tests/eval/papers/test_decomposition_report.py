@@ -27,11 +27,10 @@ def write_keel(folder):
     """Small files in the KEEL form, outliers far from the rest, a column that is constant."""
     source = np.random.default_rng(0)
     for file, outlier, other in (("wisconsin.dat", "4", "2"), ("ionosphere.dat", "b", "g")):
-        near = source.normal(size=(30, 3))
-        far = source.normal(size=(5, 3)) + np.array([6, -6, 6])
-        lines = [f"{a:.3f}, {b:.3f}, 0.0, {c:.3f}, {other}" for a, b, c in near]
-        lines += [f"{a:.3f}, {b:.3f}, 0.0, {c:.3f}, {outlier}" for a, b, c in far]
-        (folder / file).write_text("\n".join(lines) + "\n")
+        rows, labels = source.normal(size=(35, 3)), [other] * 30 + [outlier] * 5
+        rows[30:] += [6, -6, 6]
+        lines = (f"{a:.3f}, {b:.3f}, 0.0, {c:.3f}, {own}\n" for (a, b, c), own in zip(rows, labels, strict=True))
+        (folder / file).write_text("".join(lines))
 
 
 def test_wbc_is_all_benign_and_21_malignant_rows():
@@ -96,8 +95,7 @@ def test_the_objective_is_half_the_squared_error_that_both_report(form):
 
 def test_the_start_is_one_sweep_of_mu():
     V, count = program.problem("planted")
-    assert V.shape == (300, 200)
-    assert count == 10
+    assert (V.shape, count) == ((300, 200), 10)
     first = program.start(V, 10, 3)
     source = np.random.default_rng(3)
     W, H = source.uniform(size=(300, 10)), source.uniform(size=(10, 200))
@@ -108,9 +106,7 @@ def test_the_start_is_one_sweep_of_mu():
 
 
 def test_equal_time_and_equal_sweeps(monkeypatch):
-    monkeypatch.setattr(
-        program, "problem", lambda name: (np.random.default_rng(0).poisson(2.0, size=(40, 30)) * 1.0, 3)
-    )
+    monkeypatch.setattr(program, "problem", lambda name: (np.random.default_rng(0).poisson(2.0, (40, 30)) * 1.0, 3))
     found = program.measure_nmf()
     here = found["sets"]["digits"]
     assert here["shape"] == [40, 30]
@@ -159,13 +155,6 @@ def test_the_optimum_is_one_and_theory_is_the_rate_of_the_jacobian(name):
         assert methods.theory(given, best, shift) == pytest.approx(radius, rel=1e-6)
 
 
-def test_rates_and_iterations_of_sequences():
-    distances = [0.1 * 0.5**k for k in range(60)]
-    assert methods.measured_rate(distances) == pytest.approx(0.5)
-    assert math.isnan(methods.measured_rate([0.1, 0.05]))
-    assert methods.thinned([3.0, 2.0, 1.0]) == [(0, 3.0), (1, 2.0), (2, 1.0)]
-
-
 def test_rows_have_the_spectrum_and_baselines_are_what_they_say():
     values = methods.spectrum(0.2)
     X, true = methods.rows_with(values, 300, 0)
@@ -207,10 +196,12 @@ def test_paths_of_estimators_are_theirs():
     assert limited[-1][0] <= 20 < path[len(limited)][0]
 
 
-def test_passes_and_the_claim():
+def test_numbers_of_sequences_and_the_claim():
+    assert methods.measured_rate([0.1 * 0.5**k for k in range(60)]) == pytest.approx(0.5)
+    assert math.isnan(methods.measured_rate([0.1, 0.05]))
+    assert methods.thinned([3.0, 2.0, 1.0]) == [(0, 3.0), (1, 2.0), (2, 1.0)]
     assert methods.passes_to([(1.0, 0.5), (2.5, 1e-5)], 1e-4) == 2.5
     assert methods.passes_to([(1.0, 0.5)], 1e-4) == math.inf
-
     for power, vr, holds in ((190.0, 12.0, True), (140.0, 12.0, False), (190.0, 26.0, False)):
         passes = {methods.POWER: (9.0, power), methods.VR_POWER: (4.0, vr)}
         cells = {name: {"passes": own, "seeds": [[count] for count in own]} for name, own in passes.items()}

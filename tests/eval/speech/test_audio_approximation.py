@@ -130,7 +130,6 @@ def test_settings_of_each_layer(corpus, whisper_folder, tmp_path, monkeypatch):
     assert chosen[2]["score"] == pytest.approx(1)
     assert uniform["chosen"] is None
     assert "| 0 | M = " in text
-    assert "## Chosen for each layer" in text
     assert "Settings chosen on: 2 recordings of train, 0.8 seconds" in text
 
 

@@ -117,8 +117,6 @@ def test_a_cell_without_memory_is_reported_and_the_others_go_on(monkeypatch, ran
     assert asked.count("measure_time") == 7
     assert "- sdpa at 1 minutes failed: out of memory" in text
     assert "| 1 | 1 (0.857) | failed | 1 (0.857) |" in text
-    assert "random weights" in text
-    assert content["command"].startswith("python -m favor.eval.long_form --preset tiny")
     assert "--output_dir" not in content["command"]
     assert [check["holds"] for check in content["checks"]] == [True, True, False]
 
@@ -168,10 +166,8 @@ def test_word_errors_of_the_whole_and_of_its_parts(corpus, tmp_path, monkeypatch
     cells = [{"backend": "sdpa", "minutes": 1, "status": "ok", "text": recording.text + " AND MORE"}]
     cells += [{"backend": "sdpa", "minutes": 2, "status": "ok", "text": twice.text}]
     long_form.add_word_errors(cells, setup, [Backend("sdpa")], {1: recording, 2: twice})
-    assert cells[0]["wer"] == pytest.approx(2 / words)
-    assert cells[0]["utterance_wer"] == pytest.approx(wrong / words)
-    assert cells[1]["wer"] == 0.0
-    assert cells[1]["utterance_wer"] == pytest.approx(2 * wrong / len(twice.text.split()))
+    expected = [2 / words, wrong / words, 0.0, 2 * wrong / len(twice.text.split())]
+    assert [each[name] for each in cells for name in ("wer", "utterance_wer")] == pytest.approx(expected)
 
 
 def test_a_transducer_is_refused(tmp_path):

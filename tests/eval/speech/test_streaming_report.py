@@ -56,7 +56,7 @@ def test_a_branch_goes_on_by_itself(backend):
 
 
 def test_a_whole_run(ran):
-    content, text = ran(streaming, *SMALL, "--pieces_ms", 80, 320, "--minutes", 0.05, 0)
+    content, _ = ran(streaming, *SMALL, "--pieces_ms", 80, 320, "--minutes", 0.05, 0)
     assert max(content["differences"].values()) < 1e-4
     rows = {(row["piece_ms"], row["minutes"], row["backend"]): row for row in content["rows"]}
     assert len(rows) == 2 * 2 * 3
@@ -75,8 +75,6 @@ def test_a_whole_run(ran):
             state = 4 * (4 * 16 * (32 + 1) + 14 * 128) * 4
             assert sizes == pytest.approx([state, state], rel=0.15)
     assert content["latency_seconds"] == pytest.approx(0.145)
-    assert "145 ms" in text
-    assert "random weights" in text
     assert [check["statement"].split(":")[0] for check in content["checks"]] == 3 * ["favor+"] + 3 * ["favor#"]
 
 
