@@ -74,8 +74,7 @@ def test_words(words, text):
     assert torch.equal(inputs[:, 1:], labels[:, :-1])
     assert inputs.max() <= 9
     assert (labels == head_tasks.UNKNOWN).any()
-    rows = {tuple(row) for part in ("train", "test") for row in words.data[part][0].tolist()}
-    assert len(rows) == 24
+    assert len({tuple(row) for part in ("train", "test") for row in words.data[part][0].tolist()}) == 24
     model = words.build()
     assert model.lm_head.weight is not model.transformer.wte.weight
     with pytest.raises(ValueError, match="at least 100001 words, got 4000"):

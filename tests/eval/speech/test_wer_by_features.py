@@ -81,10 +81,8 @@ def test_dropout_leaves_values_out():
 def test_mean_over_time_in_a_model(tmp_path):
     """Padding changes nothing, and neither do the queries and keys."""
     model = ConformerForCTC.from_pretrained(save_model(tmp_path), attn_implementation="uniform_mean").eval()
-    inputs = torch.randn(1, 90, 20)
-    mask = torch.arange(130)[None] < torch.tensor([[90], [130]])
-    batch = torch.randn(2, 130, 20)
-    batch[0, :90] = inputs[0]
+    batch, mask = torch.randn(2, 130, 20), torch.arange(130)[None] < torch.tensor([[90], [130]])
+    inputs = batch[:1, :90]
     alone = model(inputs).logits[0]
     torch.testing.assert_close(model(batch, mask).logits[0, : len(alone)], alone, atol=1e-5, rtol=1e-5)
     for layer in model.encoder.layers:
@@ -98,11 +96,10 @@ def test_mean_over_time_in_a_model(tmp_path):
 def test_arms():
     labels = {"sdpa": ["sdpa"], "favor++": ["favor++:8", "favor++:32"], "favor#:wderf:4": ["favor#:wderf:4"]}
     assert {text: [arm.label for arm in parse_arms(text, [8, 32])] for text in labels} == labels
-    (arm,) = parse_arms("favor#:sderf:8", [])
-    words = "--attn_implementation favor# --features sderf --num_features 8 --exact_below 0"
-    assert training_words(arm) == words.split()
-    (arm,) = parse_arms("uniform_mean", [8])
-    assert training_words(arm) == ["--attn_implementation", "uniform_mean"]
+    sharp = "favor# --features sderf --num_features 8 --exact_below 0"
+    for text, expected in {"favor#:sderf:8": sharp, "uniform_mean": "uniform_mean"}.items():
+        (arm,) = parse_arms(text, [8])
+        assert training_words(arm) == ["--attn_implementation", *expected.split()]
     parsed, _ = program.parse_arguments(["--name", "x", "--output_dir", "y"])
     assert len({arm.slug for arm in parsed.backends}) == len(parsed.backends) == 11
 
@@ -178,8 +175,7 @@ def test_numbers_of_the_table(tmp_path):
     assert sections["Cost of the training"]["mean over time", "-"] == ["7", "1.000", "100", "301", "1234"]
     assert content["command"].startswith("python -m favor.eval.papers.wer_by_features --model_name_or_path")
     assert "--data_dir DATA" in content["command"]
-    assert content["versions"] == {"torch": "2"}
-    assert content["machine"] == "a machine"
+    assert (content["versions"], content["machine"]) == ({"torch": "2"}, "a machine")
 
 
 def test_checks(tmp_path):
