@@ -27,8 +27,7 @@ from transformers import WhisperForConditionalGeneration, WhisperProcessor
 from transformers.models.whisper.english_normalizer import EnglishTextNormalizer
 
 import favor
-from favor.eval.approximation.report import by_head
-from favor.eval.approximation.variants import HeadErrors, Variant, variants_of
+from favor.eval.approximation.variants import HeadErrors, Variant, by_head, variants_of
 from favor.eval.common import report
 from favor.eval.common.program import add_results
 from favor.eval.speech import whisper_report

@@ -11,7 +11,7 @@ import torch
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from favor.eval.approximation.variants import MEAN, HeadErrors, Variant
+from favor.eval.approximation.variants import MEAN, HeadErrors, Variant, by_head
 from favor.eval.common.report import table, write_files
 
 STYLES = ("-", "--", ":", "-.")
@@ -51,11 +51,6 @@ class Results:
     measured: list[Measured]
     sts: tuple[float, dict[Variant, float], int] | None
     chosen: dict[Variant, list[dict[str, Any]]] = field(default_factory=dict)
-
-
-def by_head(layers: dict[int, list[Tensor]]) -> Tensor:
-    """Computes the mean over sequences, `[layers, heads]`."""
-    return torch.stack([torch.stack(rows).mean(0) for _, rows in sorted(layers.items())])
 
 
 def spread(errors: Tensor) -> dict[str, float]:

@@ -213,6 +213,11 @@ class HeadErrors:
         return stored_parameters(self.converted[variant.folder][layer])
 
 
+def by_head(layers: Mapping[int, list[Tensor]]) -> Tensor:
+    """Computes the mean of the errors of a variant over sequences, `[layers, heads]`."""
+    return torch.stack([torch.stack(rows).mean(0) for _, rows in sorted(layers.items())])
+
+
 def mean_of_values(seen: Observation, places: Tensor | None = None) -> Tensor:
     """Computes uniform attention over the keys that a query sees, `[B, H, n, dv]`; an estimate should be better."""
     rows, columns = _pairs(seen, places)

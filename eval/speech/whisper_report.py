@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from matplotlib.figure import Figure
 from scipy import stats
 
 from favor.eval.approximation.variants import Variant
@@ -84,6 +83,8 @@ def lines(rows: Sequence[Row], facts: str) -> list[str]:
 
 def plot(rows: Sequence[Row], path: Path) -> None:
     """Draws word error rates over M, with intervals, and over the mean errors of heads; exact attention is first."""
+    from matplotlib.figure import Figure  # only the picture needs it
+
     figure = Figure(figsize=(13, 4.8))
     left, right = figure.subplots(1, 2, sharey=True)
     exact, others = rows[0], rows[1:]
