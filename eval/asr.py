@@ -123,17 +123,10 @@ def recognise(
     lexicon: Pronunciations | None = None,
     batch_seconds: float = 200.0,
 ) -> tuple[list[str], float]:
-    """Transcribes utterances.
+    """Transcribes utterances with a model on its device, greedily if `beam_size` is 1.
 
-    Args:
-        model: a `ConformerForCTC` or `ConformerForTransducer`, on its device.
-        processor: its `ConformerProcessor`.
-        utterances: with their lengths.
-        beam_size: hypotheses of a beam search. Default 1: greedy search.
-        scorer: language model and hotwords, or known words, for the beam search of CTC. Default None: without.
-        chunks: in which a Conformer hears, as in a stream. Default None: whole utterances.
-        lexicon: pronunciations of words, if the tokens are phonemes. Default None: they are not.
-        batch_seconds: seconds of audio per forward pass, padding included. Default 200.
+    The scorer is for the beam search of CTC, `chunks` are those of a stream, the lexicon is for tokens that are
+    phonemes, and `batch_seconds` of audio, padding included, are in a forward pass.
 
     Returns:
         One text per utterance, in order, and the seconds of reading and decoding the files, features, model and search
@@ -163,11 +156,8 @@ def evenly_spaced(utterances: Sequence[Utterance], number: int | None) -> list[U
 def error_rates(references: Sequence[str], hypotheses: Sequence[str]) -> dict[str, Any]:
     """Computes WER and CER in percent (less is better), and the counts of words and characters behind them."""
     words, characters = word_errors(references, hypotheses), character_errors(references, hypotheses)
-    counts = {
-        unit: {**asdict(found), "reference": found.reference_length}
-        for unit, found in (("words", words), ("characters", characters))
-    }
-    return {"wer": 100 * words.rate, "cer": 100 * characters.rate, **counts}
+    counts = [{**asdict(found), "reference": found.reference_length} for found in (words, characters)]
+    return {"wer": 100 * words.rate, "cer": 100 * characters.rate, "words": counts[0], "characters": counts[1]}
 
 
 def evaluate_split(
@@ -214,11 +204,10 @@ def report_lines(content: dict[str, Any]) -> list[str]:
     for split, result in content["splits"].items():
         skipped += [f"- {split}: {name}" for name in result["skipped"]]
         for search, found in result["searches"].items():
-            words, characters = (
-                " / ".join(str(found[unit][kind]) for kind in ("substitutions", "deletions", "insertions"))
-                for unit in ("words", "characters")
-            )
-            cells = [split, search, f"{found['wer']:.2f}", words, f"{found['cer']:.2f}", characters]
+            cells = [split, search]
+            for rate, unit in (("wer", "words"), ("cer", "characters")):
+                kinds = (str(found[unit][kind]) for kind in ("substitutions", "deletions", "insertions"))
+                cells += [f"{found[rate]:.2f}", " / ".join(kinds)]
             times = [f"{result['audio_hours']:.3f}", f"{found['seconds']:.1f}", f"{found['real_time_factor']:.4f}"]
             rows.append([*cells, *times, str(len(result["skipped"]))])
     header = ["split", "search", "WER %", "S / D / I", "CER %", "S / D / I", "hours", "seconds", "RTF", "left out"]

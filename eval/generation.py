@@ -10,10 +10,11 @@ the `FavorCache` equals that of a full pass without a cache. Both backends need 
 from __future__ import annotations
 
 import argparse
+import itertools
 import statistics
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from transformers import DynamicCache, LlamaConfig, LlamaModel
 import favor
 from favor.eval.common import report
 from favor.eval.common.program import add_results
+from favor.eval.speed.measure import seconds
 from favor.train.common.program import Parser, program
 
 
@@ -36,9 +38,7 @@ class Shape:
     key_heads: int
     head_dim: int
 
-    @property
-    def label(self) -> str:
-        """Gives the sizes in words."""
+    def __str__(self) -> str:
         heads = f"{self.heads} heads of width {self.head_dim}, {self.key_heads} of keys"
         return f"{self.layers} layers, {self.width} wide, {heads}"
 
@@ -75,18 +75,11 @@ def parse_arguments(words: Sequence[str] | None) -> argparse.Namespace:
 
 def build(shape: Shape, longest: int, device: str) -> LlamaModel:
     """Makes a decoder with random weights, which are the same in each call."""
-    config = LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=shape.width,
-        intermediate_size=2 * shape.width,
-        num_hidden_layers=shape.layers,
-        num_attention_heads=shape.heads,
-        num_key_value_heads=shape.key_heads,
-        head_dim=shape.head_dim,
-        max_position_embeddings=longest,
-    )
+    sizes: dict[str, Any] = {"hidden_size": shape.width, "intermediate_size": 2 * shape.width}
+    sizes |= {"num_attention_heads": shape.heads, "num_key_value_heads": shape.key_heads, "head_dim": shape.head_dim}
+    sizes |= {"num_hidden_layers": shape.layers, "max_position_embeddings": longest}
     torch.manual_seed(SEED)
-    return LlamaModel(config).eval().to(device)
+    return LlamaModel(LlamaConfig(vocab_size=VOCABULARY, **sizes)).eval().to(device)
 
 
 class Way:
@@ -98,16 +91,10 @@ class Way:
 
     def read(self, tokens: Tensor) -> Tensor:
         """Reads the next tokens `[1, L]`; gives the last hidden state `[1, width]`."""
-        self._wait()
-        clock = time.perf_counter()
-        hidden = self.model(tokens, past_key_values=self.cache).last_hidden_state
-        self._wait()
-        self.times.append(1e3 * (time.perf_counter() - clock))
-        return hidden[:, -1]
-
-    def _wait(self) -> None:
-        if self.model.device.type == "cuda":
-            torch.cuda.synchronize()
+        found: list[Tensor] = []
+        call = partial(self.model, tokens, past_key_values=self.cache)
+        self.times.append(1e3 * seconds(lambda: found.append(call().last_hidden_state[:, -1]), self.model.device.type))
+        return found[0]
 
     @property
     def milliseconds(self) -> float:
@@ -160,17 +147,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs the program; returns the exit code, 1 if a result with the cache differs from a full pass."""
     given = parse_arguments(argv)
     rows: list[dict[str, Any]] = []
-    for name in given.shapes:
-        for backend in given.backends:
-            for context in given.lengths:
-                cells = measure(SHAPES[name], backend, context, given)
-                if not cells["error"] < TOLERANCE:
-                    said = f"the cache differs from a full pass by {cells['error']:.1e}: no times are given"
-                    print(f"{name}, {backend}, {context} tokens: {said}")
-                    return 1
-                rows.append({"shape": name, "backend": backend, "context": context, **cells})
-                print("  ".join(shown(rows[-1])), flush=True)
-    shapes = "; ".join(f"{name}: {SHAPES[name].label}" for name in given.shapes)
+    for name, backend, context in itertools.product(given.shapes, given.backends, given.lengths):
+        cells = measure(SHAPES[name], backend, context, given)
+        if not cells["error"] < TOLERANCE:
+            said = f"the cache differs from a full pass by {cells['error']:.1e}: no times are given"
+            print(f"{name}, {backend}, {context} tokens: {said}")
+            return 1
+        rows.append({"shape": name, "backend": backend, "context": context, **cells})
+        print("  ".join(shown(rows[-1])), flush=True)
+    shapes = "; ".join(f"{name}: {SHAPES[name]}" for name in given.shapes)
     header = ["shape", "backend", "context", "exact, ms", "backend, ms", "times as fast"]
     header += ["exact, MB", "backend, MB", "error of the cache"]
     selected = favor.FavorConfig(selected_keys=given.selected_keys).selected("landmark", True)

@@ -164,17 +164,17 @@ def report_lines(
         f"to the system at once. A process may take {arguments.max_gigabytes:g} GB beyond its libraries. "
         f"{report.load_line(load, 'a pass', 'seconds')}"
     )
-    distances = [
-        f"logits of {label} differ from those of sdpa by {distance:.2g} (relative norm)"
-        for label, distance in check["distance"].items()
-        if distance is not None and label != "sdpa"
-    ]
+    apart = {label: own for label, own in check["distance"].items() if own is not None and label != "sdpa"}
+    said = "logits of {} differ from those of sdpa by {:.2g} (relative norm)"
+    distances = [said.format(*pair) for pair in apart.items()]
     lines = ["# Whole chapters in one pass", "", settings, ""]
     if distances:
         lines += [f"At {cells[0]['minutes']:g} minutes {', '.join(distances)}.", ""]
-    lines += ["Seconds of one pass, in brackets of the CPU alone:", "", *_table(cells, _time)]
+    times = _table(cells, lambda cell: "{seconds:.3g} ({cpu_seconds:.3g})".format(**cell["pass"]))
+    sizes = _table(cells, lambda cell: f"{cell['bytes']['pass'] / 1e6:.0f} ({cell['bytes']['total'] / 1e6:.0f})")
+    lines += ["Seconds of one pass, in brackets of the CPU alone:", "", *times]
     memory = "Peak memory of one pass in MB (10^6 bytes; output included, features not), in brackets over the loaded"
-    lines += [f"{memory} model, audio and features included:", "", *_table(cells, _memory)]
+    lines += [f"{memory} model, audio and features included:", "", *sizes]
     lines += ["Recordings and their features:", "", *_features(cells), ""]
     if any("wer" in cell for cell in cells):
         title = "Word error rate of the long pass in percent, in brackets of the same utterances one by one:"
@@ -192,14 +192,6 @@ def _table(cells: Sequence[Cell], show: Callable[[Cell], str]) -> list[str]:
     shown = {place: show(cell) if cell["status"] == "ok" else cell["status"] for place, cell in known.items()}
     rows = [[f"{each:g}", *(shown[each, label] for label in labels)] for each in minutes]
     return [*report.table(["minutes", *labels], rows), ""]
-
-
-def _time(cell: Cell) -> str:
-    return f"{cell['pass']['seconds']:.3g} ({cell['pass']['cpu_seconds']:.3g})"
-
-
-def _memory(cell: Cell) -> str:
-    return f"{cell['bytes']['pass'] / 1e6:.0f} ({cell['bytes']['total'] / 1e6:.0f})"
 
 
 def _words(cell: Cell) -> str:
@@ -260,17 +252,14 @@ def plot(cells: Sequence[Cell], path: Path) -> None:
     done = [cell for cell in cells if cell["status"] == "ok"]
     if not done:
         return
-    figure = Figure(figsize=(9, 3.8))
-    left, right = figure.subplots(1, 2)
-    for label in dict.fromkeys(cell["backend"] for cell in done):
-        own = [cell for cell in done if cell["backend"] == label]
-        minutes = [cell["seconds"] / 60 for cell in own]
-        style = {"linestyle": "-" if label.startswith("favor") else "--", "marker": "o", "markersize": 4}
-        left.plot(minutes, [cell["pass"]["seconds"] for cell in own], label=label, **style)
-        right.plot(minutes, [cell["bytes"]["pass"] / 1e6 for cell in own], label=label, **style)
-    for axes, name in ((left, "time of a pass, s"), (right, "peak memory of a pass, MB")):
+    figure, ticks = Figure(figsize=(9, 3.8)), sorted({cell["minutes"] for cell in done})
+    shown = {"time of a pass, s": ("pass", "seconds", 1), "peak memory of a pass, MB": ("bytes", "pass", 1e6)}
+    for axes, (name, (part, number, unit)) in zip(figure.subplots(1, 2), shown.items(), strict=True):
+        for label in dict.fromkeys(cell["backend"] for cell in done):
+            points = [(c["seconds"] / 60, c[part][number] / unit) for c in done if c["backend"] == label]
+            style = {"linestyle": "-" if label.startswith("favor") else "--", "marker": "o", "markersize": 4}
+            axes.plot(*zip(*points, strict=True), label=label, **style)
         axes.set(xscale="log", yscale="log", xlabel="minutes of audio", ylabel=name)
-        ticks = sorted({cell["minutes"] for cell in done})
         axes.set_xticks(ticks, [f"{minutes:g}" for minutes in ticks])
         axes.minorticks_off()
         axes.grid(alpha=0.3)

@@ -37,7 +37,7 @@ from favor.eval.approximation.report import UNIFORM, Measured, spread
 from favor.eval.approximation.variants import LOCAL, Variant, add_options, variants_of
 from favor.eval.common.pretrained import PACKAGE, minilm_path
 from favor.eval.common.program import device_or_default
-from favor.eval.common.report import context, with_floats
+from favor.eval.common.report import context, local_names, with_floats
 from favor.eval.speed.measure import Stopwatch, interleaved, seconds
 from favor.integrations.layer import attention_modules
 from favor.train.common.program import Parser, program
@@ -87,19 +87,15 @@ def pass_seconds(
     """
     device, one_pass = model.device.type, partial(model, **whole.text_inputs(model, ids))
     expected = seconds(one_pass, device)
-    settings: dict[str, Variant | None] = {"exact": None, **{variant.title: variant for variant in found}}
-    entries = {
-        name: Stopwatch(one_pass, partial(whole.switch, model, variant, seed), expected)
-        for name, variant in settings.items()
-    }
+    entries = {own: Stopwatch(one_pass, partial(whole.switch, model, own, seed), expected) for own in (None, *found)}
     timings = interleaved(entries, device, MOST, max(budget, FEWEST * expected * 1.01))
     whole.switch(model, None, seed)
-    found_seconds = {}
-    for name, timing in timings.items():
+    medians = {}
+    for own, timing in timings.items():
         if isinstance(timing, Exception):
             raise timing
-        found_seconds[settings[name]] = timing.median
-    return found_seconds
+        medians[own] = timing.median
+    return medians
 
 
 @dataclass(frozen=True)
@@ -116,19 +112,11 @@ def content(parts: Sequence[Part], measure: str, layers: Sequence[str], max_erro
     lengths: list[dict[str, Any]] = []
     for part in parts:
         own = [_setting(part, variant) for variant in part.measured.heads.variants if variant.is_backend]
-        exact, uniform = part.seconds[None], part.measured.errors(UNIFORM)
-        close = fastest(own, max_error)
-        lengths.append(
-            {
-                "length": part.measured.length,
-                "samples": part.measured.samples,
-                "seconds": exact,
-                "score": part.measured.exact,
-                "uniform": uniform.tolist(),
-                "verdict": verdict(part.measured.length, own, exact, max_error, measure),
-                "fastest": None if close is None else len(settings) + own.index(close),
-            }
-        )
+        found, exact, close = part.measured, part.seconds[None], fastest(own, max_error)
+        entry = {"length": found.length, "samples": found.samples, "seconds": exact, "score": found.exact}
+        entry["uniform"] = found.errors(UNIFORM).tolist()
+        entry["verdict"] = verdict(found.length, own, exact, max_error, measure)
+        lengths.append({**entry, "fastest": None if close is None else len(settings) + own.index(close)})
         settings += own
     name = SCORES.get(measure, measure)
     return {"measure": name, "layers": list(layers), "max_error": max_error, "lengths": lengths, "settings": settings}
@@ -167,18 +155,15 @@ def fastest(settings: Sequence[dict[str, Any]], max_error: float) -> dict[str, A
 def verdict(length: int, settings: Sequence[dict[str, Any]], exact: float, max_error: float, measure: str) -> str:
     """Says in one or two sentences whether to use linear attention at a length."""
     best, start = fastest(settings, max_error), f"At {length:,} tokens"
+    least = f"a mean error of {max_error:g} or less"
     if best is None:
-        return f"{start} keep exact attention: no setting has a mean error of {max_error:g} or less."
+        return f"{start} keep exact attention: no setting has {least}."
     if exact < FASTER * best["seconds"]:
-        return (
-            f"{start} keep exact attention: {title(best)}, the fastest setting with a mean error of {max_error:g} or "
-            f"less, takes {best['seconds'] / exact:.2f} x its time."
-        )
-    speed, score = exact / best["seconds"], SCORES.get(measure, measure)
-    return (
-        f"{start} use {title(best)}: {speed:.1f} x as fast as exact attention, with a mean error of "
-        f"{best['error']:.2f} ({score} {best['score']:.3f})."
-    )
+        share = f"{best['seconds'] / exact:.2f} x its time"
+        return f"{start} keep exact attention: {title(best)}, the fastest setting with {least}, takes {share}."
+    speed, score = f"{exact / best['seconds']:.1f} x as fast as exact attention", SCORES.get(measure, measure)
+    numbers = f"a mean error of {best['error']:.2f} ({score} {best['score']:.3f})"
+    return f"{start} use {title(best)}: {speed}, with {numbers}."
 
 
 def title(setting: Mapping[str, Any]) -> str:
@@ -204,25 +189,6 @@ def render(data: Mapping[str, Any]) -> str:
         "data": json.dumps(converted, allow_nan=False, separators=(",", ":")).translate(ESCAPES),
     }
     return re.sub(r"\{\{(\w+)\}\}", lambda place: filled[place[1]], TEMPLATE.read_text(encoding="utf-8"))
-
-
-def write(path: Path, data: Mapping[str, Any]) -> None:
-    """Writes the page that `render` makes, and makes its folder if needed."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(render(data), encoding="utf-8")
-
-
-def model_name(given: str | None) -> str:
-    """Names the model: a hub name, or the last part of a folder, since the other parts are of this machine."""
-    if given is None:
-        return PACKAGE
-    return Path(given).resolve().name if Path(given).exists() else given
-
-
-def layer_names(model: PreTrainedModel, measured: Measured) -> list[str]:
-    """Lists the names of the modules of the layers that were measured, in order."""
-    names, modules = {module: name for name, module in model.named_modules()}, attention_modules(model)
-    return [names[modules[number]] for number in sorted(measured.heads.errors[measured.heads.variants[0]])]
 
 
 def facts(model: PreTrainedModel, parts: Sequence[Part], layers: int, arguments: argparse.Namespace) -> dict[str, str]:
@@ -261,14 +227,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         whole.placement(model, length, None)
     parts, options = [], {"seed": arguments.seed, "query_samples": arguments.query_samples}
     for ids in texts:
-        measured = whole.measure(model, ids, variants, mask_id=tokenizer.mask_token_id, **options)
+        measured = whole.measure(model, ids, variants, tokenizer.mask_token_id, **options)
         own = [variant for variant in variants if variant.is_backend]
         parts.append(Part(measured, pass_seconds(model, ids[:1], own, arguments.seed, arguments.seconds_per_cell)))
         print(f"{ids.shape[1]} tokens measured, {time.perf_counter() - started:.0f} s", flush=True)
-    layers = layer_names(model, parts[0].measured)
+    names, modules = {module: name for name, module in model.named_modules()}, attention_modules(model)
+    layers = [names[modules[number]] for number in sorted(parts[0].measured.heads.errors[variants[0]])]
     found = content(parts, whole.measure_of(model), layers, arguments.max_error)
-    known = {"model": model_name(arguments.model), "facts": facts(model, parts, len(layers), arguments)}
-    write(arguments.html, {**known, **found})
+    known = {
+        "model": local_names([arguments.model or PACKAGE])[0],
+        "facts": facts(model, parts, len(layers), arguments),
+    }
+    arguments.html.parent.mkdir(parents=True, exist_ok=True)
+    arguments.html.write_text(render({**known, **found}), encoding="utf-8")
     print("\n".join(each["verdict"] for each in found["lengths"]))
     print(f"{arguments.html} is the report; open it in a browser.")
     return 0

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from tokenizers import ByteLevelBPETokenizer
@@ -43,21 +44,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     given = parse_arguments(argv)
     check_new(given.output_dir)
     tokenizer = make_tokenizer(read_text(given.text), VOCABULARY)
-    config = LlamaConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=WIDTH,
-        intermediate_size=WIDTH * 11 // 4,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=HEADS,
-        num_key_value_heads=KEY_HEADS,
-        max_position_embeddings=LONGEST,
-        tie_word_embeddings=True,
-        bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=None,
-    )
+    sizes: dict[str, Any] = {"hidden_size": WIDTH, "intermediate_size": WIDTH * 11 // 4, "num_hidden_layers": LAYERS}
+    sizes |= {"num_attention_heads": HEADS, "num_key_value_heads": KEY_HEADS, "max_position_embeddings": LONGEST}
+    sizes |= {"vocab_size": len(tokenizer), "bos_token_id": None, "pad_token_id": None}
     torch.manual_seed(SEED)
-    model = LlamaForCausalLM(config)
+    model = LlamaForCausalLM(LlamaConfig(**sizes, eos_token_id=tokenizer.eos_token_id, tie_word_embeddings=True))
     model.save_pretrained(given.output_dir)
     tokenizer.save_pretrained(given.output_dir)
     print(f"{sum(p.numel() for p in model.parameters()):,} parameters, {len(tokenizer):,} tokens: {given.output_dir}")

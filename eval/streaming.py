@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import copy
 import os
-import statistics
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -128,38 +127,26 @@ def measure(
 
 
 def measure_pieces(streams: Mapping[str, ConformerStream], audio: np.ndarray, piece: int) -> list[dict[str, Any]]:
-    """Measures the times of pieces one after another, the backends in turns.
-
-    Args:
-        streams: by backend.
-        audio: `[n]`.
-        piece: samples of a piece.
+    """Measures the times of pieces of audio `[n]`, of `piece` samples, one after another, the backends in turns.
 
     Returns:
         A row per backend: "backend", milliseconds "median" and "upper" (95 %) of wall-clock time and "cpu" (median),
         computing time over audio time (less is better) as "factor" and "cpu_factor", "state_bytes" at the end.
     """
-    walls: dict[str, list[float]] = {name: [] for name in streams}
-    own: dict[str, list[float]] = {name: [] for name in streams}
+    times: dict[str, list[tuple[float, float]]] = {name: [] for name in streams}  # ms, of the wall's clock and the CPU
     for start in range(0, len(audio), piece):
         for name, stream in streams.items():
             wall, cpu = time.perf_counter(), time.process_time()
             stream.feed(audio[start : start + piece])
-            walls[name].append(1e3 * (time.perf_counter() - wall))
-            own[name].append(1e3 * (time.process_time() - cpu))
-    heard = 1e3 * len(audio) / RATE
-    return [
-        {
-            "backend": name,
-            "median": statistics.median(walls[name]),
-            "upper": float(np.percentile(walls[name], 95)),
-            "cpu": statistics.median(own[name]),
-            "factor": sum(walls[name]) / heard,
-            "cpu_factor": sum(own[name]) / heard,
-            "state_bytes": stream.state_bytes,
-        }
-        for name, stream in streams.items()
-    ]
+            times[name].append((1e3 * (time.perf_counter() - wall), 1e3 * (time.process_time() - cpu)))
+    rows, heard = [], 1e3 * len(audio) / RATE
+    for name, stream in streams.items():
+        wall, own = np.array(times[name]).T
+        numbers = {"median": np.median(wall), "upper": np.percentile(wall, 95), "cpu": np.median(own)}
+        numbers |= {"factor": wall.sum() / heard, "cpu_factor": own.sum() / heard}
+        found = {key: float(value) for key, value in numbers.items()}
+        rows.append({"backend": name, **found, "state_bytes": stream.state_bytes})
+    return rows
 
 
 def checks(rows: Sequence[dict[str, Any]]) -> list[report.Check]:
@@ -171,18 +158,12 @@ def checks(rows: Sequence[dict[str, Any]]) -> list[report.Check]:
         growth = max(max(r["state_bytes"] for r in part) / min(r["state_bytes"] for r in part) for part in parts)
         slower = [part[-1]["cpu"] / part[0]["cpu"] for part in parts]
         factors, last = [part[-1]["cpu_factor"] for part in parts], f"after {own[-1]['minutes']:g} minutes"
+        times, below = (f"{min(values):.2f} to {max(values):.2f}" for values in (slower, factors))
+        later = f"a piece takes at most {GROWTH} times the CPU time that it took at the beginning"
         statements = (
             (f"the state is as large {last} as at the beginning, within 1 %", f"{growth:.4f} times", growth <= 1.01),
-            (
-                f"a piece takes at most {GROWTH} times the CPU time that it took at the beginning",
-                f"{min(slower):.2f} to {max(slower):.2f}",
-                max(slower) <= GROWTH,
-            ),
-            (
-                f"{last} the CPU time of a piece is below its length",
-                f"{min(factors):.2f} to {max(factors):.2f} of it",
-                max(factors) < 1,
-            ),
+            (later, times, max(slower) <= GROWTH),
+            (f"{last} the CPU time of a piece is below its length", f"{below} of it", max(factors) < 1),
         )
         found += [report.Check(f"{name}: {text}", *rest) for text, *rest in statements]
     return found

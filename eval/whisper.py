@@ -15,6 +15,7 @@ as Figure 4 of the FAVOR# paper does for a Conformer.
 from __future__ import annotations
 
 import argparse
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,7 +27,7 @@ from transformers import WhisperForConditionalGeneration, WhisperProcessor
 from transformers.models.whisper.english_normalizer import EnglishTextNormalizer
 
 import favor
-from favor.eval.approximation.variants import HeadErrors, Variant, variants_of
+from favor.eval.approximation.variants import HeadErrors, Variant, by_head, variants_of
 from favor.eval.common import report
 from favor.eval.common.program import add_results
 from favor.eval.speech import whisper_report
@@ -55,13 +56,9 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     kinds: dict[str, Any] = {"type": float, "nargs": 2, "metavar": ("LEAST", "MOST")}
     add("--piece_seconds", default=[24.0, 28.0], help="length of a piece", **kinds)
     add("--pieces", type=int, default=2, help="greatest number of pieces per speaker")
-    add(
-        "--backends",
-        nargs="+",
-        default=["favor+", "favor#:wderf", "landmark"],
-        metavar="NAME[:FEATURES][:OPTION=VALUE,...]",
-        help="backends of the encoder; options given here replace the lists below",
-    )
+    backends: dict[str, Any] = {"nargs": "+", "metavar": "NAME[:FEATURES][:OPTION=VALUE,...]"}
+    backends["help"] = "backends of the encoder; options given here replace the lists below"
+    add("--backends", default=["favor+", "favor#:wderf", "landmark"], **backends)
     add("--num_features", nargs="+", type=int, default=[16, 64, 128, 256], help="M; several are compared")
     text = "frames of exact blocks of features; several are compared"
     add("--windows", nargs="+", type=int, default=[0, 64], help=text)
@@ -110,17 +107,15 @@ def load(folder: Path | None) -> tuple[Any, Any]:
 def cut(utterances: Sequence[Utterance], least: float, most: float, number: int) -> list[Piece]:
     """Joins utterances into pieces of `least` to `most` seconds; takes the first pieces of each speaker."""
     found: dict[str, list[Piece]] = {}
-    waiting: list[Utterance] = []
-    for utterance in utterances:
-        if waiting and (waiting[-1].speaker, waiting[-1].chapter) != (utterance.speaker, utterance.chapter):
-            waiting = []
-        waiting.append(utterance)
-        while sum(each.seconds or 0.0 for each in waiting) > most:
-            waiting.pop(0)
-        seconds = sum(each.seconds or 0.0 for each in waiting)
-        if seconds >= least:
-            found.setdefault(utterance.speaker or "", []).append(Piece(tuple(waiting), seconds))
-            waiting = []
+    for _, chapter in itertools.groupby(utterances, key=lambda one: (one.speaker, one.chapter)):
+        waiting: list[Utterance] = []
+        for utterance in chapter:
+            waiting.append(utterance)
+            while (seconds := sum(each.seconds or 0.0 for each in waiting)) > most:
+                waiting.pop(0)
+            if seconds >= least:
+                found.setdefault(utterance.speaker or "", []).append(Piece(tuple(waiting), seconds))
+                waiting = []
     pieces = [piece for own in found.values() for piece in own[:number]]
     if not pieces:
         raise ValueError(f"no consecutive utterances are {least:g} to {most:g} seconds long: change --piece_seconds")
@@ -149,10 +144,7 @@ def head_errors(
         for piece in pieces:
             features = processor(piece.audio(), sampling_rate=RATE, return_tensors="pt").input_features
             model.model.encoder(features.to(model.device))
-    return {
-        variant: torch.cat([torch.stack(own).mean(0) for _, own in sorted(layers.items())]).tolist()
-        for variant, layers in heads.errors.items()
-    }
+    return {variant: by_head(layers).flatten().tolist() for variant, layers in heads.errors.items()}
 
 
 def main(argv: Sequence[str] | None = None) -> int:

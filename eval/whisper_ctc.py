@@ -91,10 +91,10 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         parser.error(f"--context_texts must be at least 0, got {arguments.context_texts}")
     if arguments.context_texts and arguments.causal_model is None:
         parser.error("--context_texts is what the causal model reads, so it needs --causal_model")
-    for name, model in (("--causal_model", arguments.causal_model), ("--whisper", arguments.whisper)):
-        if model is not None and arguments.language_model is None:
-            parser.error(f"{name} rescores the texts of the beam search, so it needs --language_model")
-    if arguments.ngram_weights and arguments.causal_model is None and arguments.whisper is None:
+    used = [name for name in ("causal_model", "whisper") if getattr(arguments, name) is not None]
+    if used and arguments.language_model is None:
+        parser.error(f"--{used[0]} rescores the texts of the beam search, so it needs --language_model")
+    if arguments.ngram_weights and not used:
         parser.error("--ngram_weights are for texts that are rescored, so they need --causal_model or --whisper")
     return arguments
 
@@ -119,9 +119,8 @@ def beam(logits: Sequence[Tensor], blank: int, lexicon: WordLexicon, size: int) 
 
 def errors(utterances: Sequence[Utterance], texts: Sequence[str]) -> dict[str, Any]:
     """Counts word errors; gives rate, interval over speakers, edits, and the errors of each utterance."""
-    counts = [word_errors([one.text], [text]) for one, text in zip(utterances, texts, strict=True)]
-    edits, words = edits_of(counts), [len(one.text.split()) for one in utterances]
-    errors = edits["errors_of_pieces"]
+    edits = edits_of([word_errors([one.text], [text]) for one, text in zip(utterances, texts, strict=True)])
+    errors, words = edits["errors_of_pieces"], [len(one.text.split()) for one in utterances]
     speakers = [one.speaker or "" for one in utterances]
     return {"wer": sum(errors) / sum(words), "interval": interval(errors, words, speakers), **edits}
 
@@ -135,11 +134,8 @@ def time_errors(
 ) -> dict[str, float]:
     """Compares times of words that greedy search finds with those of the forced alignment of the transcript.
 
-    If the tokens are phonemes, a word is found if its phonemes are; transcripts with unknown words do not count.
-
-    Returns:
-        "words": how many words of the transcripts are found; "within": the part of them whose start and end both
-        differ by at most 80 ms.
+    If the tokens are phonemes, a word is found if its phonemes are; transcripts with unknown words do not count. Gives
+    how many "words" are found, and the part "within" of them whose start and end both differ by at most 80 ms.
     """
     spans, blank = processor.tokenizer.spans, config.pad_token_id
     most = NEAR * processor.feature_extractor.sampling_rate / config.samples_per_frame
@@ -196,10 +192,9 @@ def table_lines(rows: Sequence[dict[str, Any]]) -> list[str]:
 def described(models: Sequence[dict[str, Any]]) -> str:
     """Says which models were measured, and that their log probabilities were averaged if they are several."""
     kind, attention = (" and ".join(dict.fromkeys(one[name] for one in models)) for name in ("kind", "attention"))
-    mean, together = "", ""
-    if len(models) > 1:
-        mean, together = f"Mean of the log probabilities of {len(models)} models: ", " together"
-    return f"{mean}{kind}, {sum(one['parameters'] for one in models):,} parameters{together}, attention {attention}"
+    several, size = len(models) > 1, f"{sum(one['parameters'] for one in models):,} parameters"
+    mean = f"Mean of the log probabilities of {len(models)} models: " * several
+    return f"{mean}{kind}, {size}{' together' * several}, attention {attention}"
 
 
 def second_passes(arguments: Any) -> dict[str, tuple[list[float], Scores]]:
@@ -255,8 +250,7 @@ def measure(arguments: Any) -> tuple[list[dict[str, Any]], dict[str, Any]]:
         ngram, weight = min(rates, key=lambda pair: rates[pair])
         chosen |= {f"weight of the n-gram with {name}": ngram} if given else {}
         chosen[f"weight of {name}"] = weight
-        changes = (ngram - lexicon.lm_weight, weight)
-        beams = {part: rescored(own, scores[part], changes) for part, own in beams.items()}
+        beams = {part: rescored(own, scores[part], (ngram - lexicon.lm_weight, weight)) for part, own in beams.items()}
         searches[f"rescored by {name}"] = {part: best_texts(own) for part, own in beams.items()}
     rows = [
         {"split": names[name], "search": search, **errors(parts[name], texts[name]), "texts": texts[name]}

@@ -96,12 +96,8 @@ def measure(recording: Recording, way: str, arguments: argparse.Namespace) -> di
     model, processor = asr.load(arguments.model, BackendArguments())
     start, cpu = time.perf_counter(), time.process_time()
     text = text_of(model.eval(), processor, recording, way, arguments)
-    return {
-        "seconds": time.perf_counter() - start,
-        "cpu_seconds": time.process_time() - cpu,
-        "peak_bytes": 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,
-        "text": text,
-    }
+    found = {"seconds": time.perf_counter() - start, "cpu_seconds": time.process_time() - cpu, "text": text}
+    return {**found, "peak_bytes": 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss}
 
 
 def run_cell(minutes: float, recording: Recording, way: str, arguments: argparse.Namespace) -> dict[str, Any]:

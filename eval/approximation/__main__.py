@@ -41,7 +41,7 @@ from favor.config import BACKEND, FavorConfig, feature_family
 from favor.eval.approximation import model as whole
 from favor.eval.approximation import report
 from favor.eval.approximation.report import Measured
-from favor.eval.approximation.variants import HeadErrors, Variant, add_options, chosen_name, variants_of
+from favor.eval.approximation.variants import Variant, add_options, variants_of
 from favor.eval.common import report as common
 from favor.eval.common.pretrained import PACKAGE, minilm_path
 from favor.eval.common.program import add_results, device_or_default
@@ -111,7 +111,7 @@ class TextSamples:
         """Measures variants on samples of one length."""
         given, ids = self.arguments, self._ids(self.arguments.text, size)
         options = {"seed": given.seed, "query_samples": given.query_samples, "period": given.position_period}
-        return whole.measure(self.model, ids, found, mask_id=self.tokenizer.mask_token_id, others=others, **options)
+        return whole.measure(self.model, ids, found, self.tokenizer.mask_token_id, others=others, **options)
 
     def inputs_to_choose(self) -> list[dict[str, Tensor]]:
         """Makes arguments of the model from the text of `--choose_on`, in the greatest length."""
@@ -121,12 +121,11 @@ class TextSamples:
     def facts(self, measured: Sequence[Measured]) -> dict[str, Any]:
         """Describes model and samples in words."""
         arguments = self.arguments
-        counts = list(dict.fromkeys(str(each.samples) for each in measured))
-        number = counts[0] if len(counts) == 1 else ", ".join(str(each.samples) for each in measured)
+        counts = [str(each.samples) for each in measured]
+        number = counts[0] if len(set(counts)) == 1 else ", ".join(counts)
         lengths = ", ".join(str(length) for length in self.sizes)
-        name = (
-            Path(arguments.model).name if arguments.model else f"the 6-layer MiniLM BERT of the PyPI package {PACKAGE}"
-        )
+        default = f"the 6-layer MiniLM BERT of the PyPI package {PACKAGE}"
+        name = Path(arguments.model).name if arguments.model else default
         chosen = {"settings chosen on": Path(arguments.choose_on).name} if arguments.choose_on else {}
         return {
             "model": f"{name} ({type(self.model).__name__})",
@@ -177,7 +176,7 @@ def chosen(source: Any, arguments: argparse.Namespace) -> dict[Variant, Any]:
     for budget in arguments.flop_budgets:
         model = copy.deepcopy(source.model)
         favor.convert(model, "landmark", dataloader=inputs, layers="auto", flop_budget=budget)
-        models[Variant("landmark", None, 0, 0, chosen_name(budget))] = model
+        models[Variant("landmark", None, 0, 0, f"layers=auto, flop_budget={budget:g}")] = model
     return models
 
 
@@ -214,17 +213,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         "command": f"`{context['command']}`",
         "seconds": round(time.perf_counter() - started),
     }
-    settings = {variant: entries(model, measured[-1].heads) for variant, model in own.items()}
+    layers = sorted(next(iter(measured[-1].heads.errors.values())))  # those that were measured
+    modules = {variant: attention_modules(model) for variant, model in own.items()}
+    settings = {variant: [stored_choice(of[layer]) for layer in layers] for variant, of in modules.items()}
     results = report.Results(facts, whole.measure_of(source.model), measured, sts, settings)
     report.write(results, arguments.output_dir, arguments.name)
     print("\n".join(report.lines(results)))
     return 0
-
-
-def entries(model: Any, heads: HeadErrors) -> list[dict[str, Any]]:
-    """Lists the entries of `config.favor_layers` of the layers that were measured, in their order."""
-    modules = attention_modules(model)
-    return [stored_choice(modules[layer]) for layer in sorted(next(iter(heads.errors.values())))]
 
 
 cli = program("favor.eval.approximation", main)

@@ -68,10 +68,8 @@ class Recordings:
         name = Path(arguments.model).name if arguments.model else f"Whisper tiny.en of the PyPI package {PACKAGE}"
         where = f"{arguments.split} of " if arguments.split else ""
         lengths = ", ".join(f"{size:g}" for size in self.sizes)
-        chosen = {}
-        if arguments.choose_on:
-            where_chosen = f"{arguments.samples} recordings of {arguments.choose_on}, {self.sizes[-1]:g} seconds"
-            chosen = {"settings chosen on": where_chosen}
+        where_chosen = f"{arguments.samples} recordings of {arguments.choose_on}, {self.sizes[-1]:g} seconds"
+        chosen = {"settings chosen on": where_chosen} if arguments.choose_on else {}
         return {
             "model": f"{name}, its encoder ({type(self.model).__name__})",
             "audio": f"{measured[0].samples} recordings of {lengths} seconds of speech, {where}"
@@ -90,18 +88,10 @@ class Recordings:
 
 
 def recordings(folder: str, split: str | None, seconds: float, number: int, rate: int) -> list[np.ndarray]:
-    """Reads recordings of equal length; speakers take turns.
+    """Reads recordings of equal length; speakers take turns. Raises ValueError if there are fewer than `number`.
 
-    Args:
-        folder: in LibriSpeech's layout, with manifests, or of audio files.
-        split: of the corpus; None for a folder of audio files or with one manifest.
-        seconds: of each recording. Consecutive utterances of a chapter are joined until they are as long, and the rest
-            is cut off.
-        number: of recordings.
-        rate: samples per second.
-
-    Raises:
-        ValueError: if there are fewer recordings.
+    Consecutive utterances of a chapter are joined until they are as long, and the rest is cut off. The split is None
+    for a folder of audio files or with one manifest.
     """
     utterances = load_speech(folder, split, sampling_rate=rate, transcripts=split is not None)[0]
     before: Counter[str | None] = Counter()

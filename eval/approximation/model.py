@@ -68,13 +68,8 @@ def text_inputs(model: PreTrainedModel, sample: Tensor, period: int | None = Non
 def placement(model: PreTrainedModel, length: int, period: int | None) -> dict[str, Tensor]:
     """Makes arguments of the model that repeat its positions, so that long sequences have statistics of real tokens.
 
-    Args:
-        model: any model.
-        length: tokens of a sample.
-        period: token i has position i mod period; None repeats the model's positions if a sample has more tokens.
-
-    Raises:
-        ValueError: if the model has fewer positions, or takes none.
+    Token i has position i mod period; None repeats the model's positions if a sample has more tokens. Raises ValueError
+    if the model has fewer positions, or takes none.
     """
     first, number = positions_of(model)
     if period is None and (number is None or length <= number):
@@ -135,19 +130,16 @@ def sentence_similarity(
     model: PreTrainedModel, tokenizer: Any, pairs: Sequence[tuple[str, str]], scores: Sequence[float], batch: int = 64
 ) -> float:
     """Computes the Spearman correlation of human scores with cosines of mean-pooled embeddings of sentence pairs."""
-    texts = [text for pair in pairs for text in pair]
-    order = sorted(range(len(texts)), key=lambda i: len(texts[i]))
-    embeddings: list[Tensor] = [torch.empty(0)] * len(texts)
-    for start in range(0, len(order), batch):
-        part = order[start : start + batch]
-        inputs = tokenizer([texts[i] for i in part], padding=True, truncation=True, return_tensors="pt")
-        inputs = inputs.to(model.device)
+    texts = sorted(dict.fromkeys(text for pair in pairs for text in pair), key=len)
+    found: dict[str, Tensor] = {}
+    for start in range(0, len(texts), batch):
+        part = texts[start : start + batch]
+        inputs = tokenizer(part, padding=True, truncation=True, return_tensors="pt").to(model.device)
         hidden = model(**{**text_inputs(model, inputs["input_ids"]), **inputs}).last_hidden_state
         weights = inputs["attention_mask"].unsqueeze(-1).to(hidden.dtype)
         pooled = (hidden * weights).sum(1) / weights.sum(1)
-        for index, row in zip(part, pooled.cpu(), strict=True):
-            embeddings[index] = row
-    both = torch.stack(embeddings).unflatten(0, (-1, 2))
+        found |= dict(zip(part, pooled.cpu(), strict=True))
+    both = torch.stack([torch.stack([found[text] for text in pair]) for pair in pairs])
     cosines = torch.cosine_similarity(both[:, 0], both[:, 1])
     return float(spearmanr(cosines.numpy(), scores).statistic)
 
@@ -156,17 +148,14 @@ def measure(
     model: PreTrainedModel,
     ids: Tensor,
     found: Sequence[Variant],
-    *,
-    mask_id: int | None = None,
-    seed: int = 0,
-    query_samples: int | None = None,
+    mask_id: int | None,
     period: int | None = None,
-    others: Mapping[Variant, PreTrainedModel] | None = None,
+    **options: Any,
 ) -> Measured:
-    """Measures variants on samples of one length, each sample a forward pass of its own."""
+    """Measures variants on samples of one length, each a forward pass of its own; options are of `measure_inputs`."""
     inputs = [text_inputs(model, sample, period) for sample in ids.split(1)]
-    scored = partial(outputs, ids=ids, mask_id=mask_id, seed=seed, period=period)
-    return measure_inputs(model, inputs, found, scored, seed=seed, query_samples=query_samples, others=others)
+    scored = partial(outputs, ids=ids, mask_id=mask_id, seed=options["seed"], period=period)
+    return measure_inputs(model, inputs, found, scored, **options)
 
 
 def measure_inputs(

@@ -11,7 +11,7 @@ import torch
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from favor.eval.approximation.variants import MEAN, HeadErrors, Variant
+from favor.eval.approximation.variants import MEAN, HeadErrors, Variant, by_head
 from favor.eval.common.report import table, write_files
 
 STYLES = ("-", "--", ":", "-.")
@@ -53,11 +53,6 @@ class Results:
     chosen: dict[Variant, list[dict[str, Any]]] = field(default_factory=dict)
 
 
-def by_head(layers: dict[int, list[Tensor]]) -> Tensor:
-    """Computes the mean over sequences, `[layers, heads]`."""
-    return torch.stack([torch.stack(rows).mean(0) for _, rows in sorted(layers.items())])
-
-
 def spread(errors: Tensor) -> dict[str, float]:
     """Computes mean, median, ninth decile and maximum over all heads, and the fraction of errors below 0.5."""
     values = errors.flatten().double()
@@ -66,20 +61,17 @@ def spread(errors: Tensor) -> dict[str, float]:
     return {"mean": float(values.mean()), "p50": p50, "p90": p90, **rest}
 
 
+def _name(variant: Variant) -> list[str]:
+    label = f"`{variant.label}`" if variant.is_backend else variant.label
+    return [label, str(variant.num_features or "-"), str(variant.window or "-")]
+
+
 def _row(results: Results, part: Measured, variant: Variant) -> list[str]:
     found = spread(part.errors(variant))
-    cells = [
-        f"`{variant.label}`" if variant.is_backend else variant.label,
-        str(variant.num_features or "-"),
-        str(variant.window or "-"),
-        str(part.length),
-        *(f"{found[name]:.3f}" for name in ("mean", "p50", "p90", "max")),
-        f"{found['under_half']:.0%}",
-        f"{part.scores[variant]:.4f}" if variant in part.scores else "-",
-    ]
-    if results.sts is not None:
-        cells.append(f"{results.sts[1][variant]:.4f}" if variant in results.sts[1] else "-")
-    return cells
+    errors = [*(f"{found[name]:.3f}" for name in ("mean", "p50", "p90", "max")), f"{found['under_half']:.0%}"]
+    scores = [part.scores, *([] if results.sts is None else [results.sts[1]])]
+    shown = [f"{own[variant]:.4f}" if variant in own else "-" for own in scores]
+    return [*_name(variant), str(part.length), *errors, *shown]
 
 
 def lines(results: Results) -> list[str]:
@@ -115,50 +107,32 @@ def _by_length(results: Results) -> list[str]:
     rows = []
     for variant in results.measured[0].heads.variants:
         found = [spread(part.errors(variant)) for part in results.measured]
-        name = f"`{variant.label}`" if variant.is_backend else variant.label
-        cells = [f"{each['mean']:.3f} ({each['p90']:.3f})" for each in found]
-        rows.append([name, str(variant.num_features or "-"), str(variant.window or "-"), *cells])
+        rows.append([*_name(variant), *(f"{each['mean']:.3f} ({each['p90']:.3f})" for each in found)])
     return ["## By length", "", *table(head, rows), "", "## All figures", ""]
 
 
 def _chosen(results: Results) -> list[str]:
     """Writes what each layer runs where layers have settings of their own."""
     head = ["layer", *(f"`{variant.label}`" for variant in results.chosen)]
-    cells = [[setting(own) for own in layers] for layers in results.chosen.values()]
+    said = "M = {num_features}, {selected_keys} selected keys"
+    cells = [["exact" if "exact_heads" in own else said.format(**own) for own in of] for of in results.chosen.values()]
     rows = [[str(layer), *row] for layer, row in enumerate(zip(*cells, strict=True))]
     return ["## Chosen for each layer", "", *table(head, rows), ""]
 
 
-def setting(choice: dict[str, Any]) -> str:
-    """Says in words what a layer chose, from its entry of `config.favor_layers`."""
-    if "exact_heads" in choice:
-        return "exact"
-    return f"M = {choice['num_features']}, {choice['selected_keys']} selected keys"
-
-
 def write(results: Results, folder: Path, name: str) -> None:
     """Writes `name.md`, `name.json` and `name.png`."""
-    entries = [
-        asdict(variant)
-        | {"label": variant.label, "length": part.length, "error": part.mean_error(variant)}
-        | {key: value for key, value in spread(part.errors(variant)).items() if key != "mean"}
-        | {
-            "by_head": [[round(x, 4) for x in row] for row in part.errors(variant).tolist()],
-            "score": part.scores.get(variant),
-            "sts": None if results.sts is None else results.sts[1].get(variant),
-            "chosen": results.chosen.get(variant),
-        }
-        for part in results.measured
-        for variant in part.heads.variants
-    ]
-    content = {
-        "facts": results.facts,
-        "measure": results.measure,
-        "exact": {part.length: part.exact for part in results.measured},
-        "sts_exact": None if results.sts is None else results.sts[0],
-        "variants": entries,
-    }
-    write_files(folder, name, lines(results), content)
+    sts_exact, sts = (None, {}) if results.sts is None else results.sts[:2]
+    entries = []
+    for part, variant in ((each, variant) for each in results.measured for variant in each.heads.variants):
+        found = spread(part.errors(variant))
+        entry = {**asdict(variant), "label": variant.label, "length": part.length, "error": found.pop("mean"), **found}
+        entry["by_head"] = [[round(x, 4) for x in row] for row in part.errors(variant).tolist()]
+        own = {"score": part.scores.get(variant), "sts": sts.get(variant), "chosen": results.chosen.get(variant)}
+        entries.append(entry | own)
+    exact = {part.length: part.exact for part in results.measured}
+    content = {"facts": results.facts, "measure": results.measure, "exact": exact, "sts_exact": sts_exact}
+    write_files(folder, name, lines(results), {**content, "variants": entries})
     plot(results.measured, folder / f"{name}.png")
 
 
@@ -191,12 +165,10 @@ def plot(measured: Sequence[Measured], path: Path) -> None:
 def _over_features(part: Measured, backends: Sequence[Variant], axis: Any) -> None:
     chosen, backends = [v for v in backends if not v.num_features], [v for v in backends if v.num_features]
     labels = dict.fromkeys((variant.label, variant.window) for variant in backends)
-    colours = {label: f"C{index}" for index, label in enumerate(dict.fromkeys(label for label, _ in labels))}
-    windows = sorted({window for _, window in labels})
-    styles = {window: STYLES[place % 4] for place, window in enumerate(windows)}
+    colours, windows = list(dict.fromkeys(label for label, _ in labels)), sorted({window for _, window in labels})
     for label, window in labels:
         own = [v for v in backends if (v.label, v.window) == (label, window)]
-        style = {"color": colours[label], "linestyle": styles[window], "marker": "o"}
+        style = {"color": f"C{colours.index(label)}", "linestyle": STYLES[windows.index(window) % 4], "marker": "o"}
         errors = [part.mean_error(variant) for variant in own]
         axis.plot([v.num_features for v in own], errors, label=f"{label}, window {window}", **style)
     axis.axhline(part.mean_error(UNIFORM), color="grey", label=MEAN)

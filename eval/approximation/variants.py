@@ -28,25 +28,15 @@ NOT_HERE = ("features", "seed", "statistics", "exact_below", "redraw_interval")
 
 @dataclass(frozen=True)
 class Variant:
-    """A backend with the options that are compared.
-
-    Attributes:
-        backend: "favor+", "favor++", "favor#", ... or one of the baselines MEAN and LOCAL.
-        features: features of favor#, None for others.
-        num_features: M, 0 for baselines, and where each layer has its own.
-        window: tokens of exact blocks, 0 for no blocks.
-        folder: a converted model whose stored parameters and settings are used, or None.
-        statistics: as in `FavorConfig`.
-        more: other options of `FavorConfig` by name.
-    """
+    """A backend with the options that are compared, or one of the baselines MEAN and LOCAL."""
 
     backend: str
-    features: str | None
-    num_features: int
-    window: int
-    folder: str | None = None
+    features: str | None  # of favor#
+    num_features: int  # M, 0 for baselines, and where each layer has its own
+    window: int  # tokens of exact blocks, 0 for no blocks
+    folder: str | None = None  # a converted model whose stored parameters and settings are used
     statistics: str = "batch"
-    more: tuple[tuple[str, Any], ...] = ()
+    more: tuple[tuple[str, Any], ...] = ()  # other options of `FavorConfig` by name
 
     @property
     def is_backend(self) -> bool:
@@ -81,12 +71,8 @@ class Variant:
 def add_options(parser: argparse.ArgumentParser, compared: Sequence[str], selected_keys: Sequence[int]) -> None:
     """Adds the options that say what is compared, with these defaults."""
     add = parser.add_argument
-    backends: dict[str, Any] = {
-        "nargs": "+",
-        "default": list(compared),
-        "metavar": "NAME[:FEATURES][:OPTION=VALUE,...]",
-    }
-    add("--backends", **backends, help="backends to compare; options given here replace the lists below")
+    backends: dict[str, Any] = {"default": list(compared), "metavar": "NAME[:FEATURES][:OPTION=VALUE,...]"}
+    add("--backends", nargs="+", help="backends to compare; options given here replace the lists below", **backends)
     add("--num_features", nargs="+", type=int, default=[64, 128, 256], help="M: random features or landmarks per head")
     add("--windows", nargs="+", type=int, default=[0, 128], help="tokens of exact blocks of features; 0: none")
     add("--selected_keys", nargs="+", type=int, default=selected_keys, help="K, selected keys of landmarks; 0: none")
@@ -95,24 +81,13 @@ def add_options(parser: argparse.ArgumentParser, compared: Sequence[str], select
     add("--seed", type=int, default=0, help="seed of random directions and masks")
 
 
-def chosen_name(budget: float) -> str:
-    """Names landmarks with settings that `favor.convert` chose for each layer, for `Variant.folder`."""
-    return f"layers=auto, flop_budget={budget:g}"
-
-
 def variants_of(
     texts: Sequence[str], num_features: Sequence[int], windows: Sequence[int], selected_keys: Sequence[int] = ()
 ) -> list[Variant]:
     """Lists the baselines, and every backend with every number of features, window and number of selected keys.
 
-    Args:
-        texts: backends, as `parse` reads them.
-        num_features: for a backend whose text does not set it.
-        windows: for a backend whose text does not set it; landmarks have none.
-        selected_keys: for landmarks whose text does not set it; empty uses the default of the option.
-
-    Raises:
-        ValueError, TypeError: for a backend or an option that does not exist.
+    The lists are for backends whose text, as `parse` reads it, does not set the option; landmarks have no window, and
+    an empty `selected_keys` is the default of the option. Raises ValueError or TypeError for what does not exist.
     """
     found = [Variant(MEAN, None, 0, 0), *(Variant(LOCAL, None, 0, window) for window in windows if window)]
     for text in texts:
@@ -146,9 +121,8 @@ def parse(text: str) -> tuple[str, str | None, dict[str, Any]]:
 def variant(backend: str, features: str | None, options: Mapping[str, Any], given: Sequence[str] = ()) -> Variant:
     """Makes a variant, and checks its options."""
     if wrong := [name for name in options if name in NOT_HERE]:
-        raise ValueError(
-            f"{wrong[0]} cannot be set for one of the compared backends; give it as an argument of its own"
-        )
+        own = "give it as an argument of its own"
+        raise ValueError(f"{wrong[0]} cannot be set for one of the compared backends; {own}")
     feature_family(backend, FavorConfig.from_dict({"features": features, **options}), given)
     rest = {name: value for name, value in options.items() if name not in ("num_features", "window")}
     return Variant(backend, features, options["num_features"], options["window"], more=tuple(rest.items()))
@@ -165,22 +139,18 @@ def _value(text: str) -> Any:
 class HeadErrors:
     """Measures relative errors of heads, as a callback of `favor.integrations.adapt.observe.observe`.
 
-    Attributes:
-        variants: the variants to compare.
-        seed: draws the random directions, and the queries if `query_samples` is set.
-        query_samples: greatest number of queries whose error counts; one is drawn from each of that many equal parts.
-            The backends always compute all queries. None counts all queries.
-        converted: attention modules with stored parameters by layer number, for every folder of the variants.
-        errors: by variant and layer, one `[H]` per sequence; less is better.
-        length: the greatest number of keys of a layer.
+    The seed draws the random directions, and the queries: at most `query_samples` count, one of each of that many equal
+    parts (None: all). The backends always compute all queries.
     """
 
     variants: Sequence[Variant]
     seed: int = 0
     query_samples: int | None = None
+    # Attention modules with stored parameters by layer number, for every folder of the variants.
     converted: dict[str, dict[int, nn.Module]] = field(default_factory=dict)
+    # By variant and layer, one `[H]` per sequence; less is better.
     errors: dict[Variant, dict[int, list[Tensor]]] = field(default_factory=dict)
-    length: int = 0
+    length: int = 0  # the greatest number of keys of a layer
 
     @torch.no_grad()
     def __call__(self, seen: Observation) -> None:
@@ -241,6 +211,11 @@ class HeadErrors:
         if variant.folder is None or variant.statistics != kind:
             return None
         return stored_parameters(self.converted[variant.folder][layer])
+
+
+def by_head(layers: Mapping[int, list[Tensor]]) -> Tensor:
+    """Computes the mean of the errors of a variant over sequences, `[layers, heads]`."""
+    return torch.stack([torch.stack(rows).mean(0) for _, rows in sorted(layers.items())])
 
 
 def mean_of_values(seen: Observation, places: Tensor | None = None) -> Tensor:

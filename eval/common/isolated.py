@@ -43,13 +43,10 @@ def unavailable() -> str | None:
 
 
 def isolated(limit: float | None, threads: int, task: Callable[..., Any], *arguments: Any) -> Any:
-    """Runs `task(*arguments)` in a fresh process; gives its result or a `Failure`.
+    """Runs `task(*arguments)` in a fresh process, with so many threads of torch; gives its result or a `Failure`.
 
-    Args:
-        limit: bytes by which its address space may grow beyond that of the imported libraries; None: no limit.
-        threads: threads of torch.
-        task: a function; the function, its arguments and its result must be picklable, its result without tensors.
-        *arguments: arguments of `task`.
+    The limit is bytes by which its address space may grow beyond that of the imported libraries; None: no limit. All
+    must be picklable, and the result without tensors.
     """
     context: Any = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__name__, task.__module__])
@@ -57,16 +54,13 @@ def isolated(limit: float | None, threads: int, task: Callable[..., Any], *argum
     process = context.Process(target=_answer, args=(send, limit, threads, task, arguments))
     process.start()
     send.close()
-    with receive:
-        try:
-            answer = receive.recv()
-        except EOFError:
-            answer = None
+    with receive, contextlib.suppress(EOFError):
+        answer = receive.recv()
+        process.join()
+        return answer
     process.join()
-    if answer is None:
-        killed = " (killed, as the system does when it has no memory left)" if process.exitcode == -9 else ""
-        return Failure(f"the process ended with code {process.exitcode}{killed} and no answer")
-    return answer
+    killed = " (killed, as the system does when it has no memory left)" if process.exitcode == -9 else ""
+    return Failure(f"the process ended with code {process.exitcode}{killed} and no answer")
 
 
 def _answer(send: Connection, limit: float | None, threads: int, task: Callable[..., Any], arguments: tuple) -> None:

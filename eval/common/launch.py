@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import reduce
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -78,10 +79,7 @@ class Backend:
     def slug(self) -> str:
         """The label as a folder name."""
         changes = {"+": "_plus", "#": "_sharp", ", ": "-", ": ": "_", ":": "-", " ": "_"}
-        slug = self.label
-        for old, new in changes.items():
-            slug = slug.replace(old, new)
-        return slug
+        return reduce(lambda text, change: text.replace(*change), changes.items(), self.label)
 
     def arguments(self) -> list[str]:
         """Writes the backend as arguments of a training program; an adapted model brings its own."""
@@ -148,9 +146,7 @@ def train_once(
 
 def available_cores() -> int:
     """Counts the CPU cores that this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def machine() -> str:
@@ -160,18 +156,14 @@ def machine() -> str:
     if cpuinfo.exists():
         names = [line.split(":", 1)[1].strip() for line in cpuinfo.read_text().splitlines() if "model name" in line]
         model = names[0] if names else model
-    text = f"{model}, {available_cores()} cores"
-    if torch.cuda.is_available():
-        names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-        text = f"{', '.join(names)}; {text}"
-    return text
+    gpus = ", ".join(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count()))
+    return f"{gpus}; " * bool(gpus) + f"{model}, {available_cores()} cores"
 
 
-def versions() -> dict[str, str]:
-    """Gives the versions of Python and of the packages that a result depends on, if they are installed."""
-    packages = ("favor", "torch", "transformers", "accelerate", "datasets")
+def versions(*more: str) -> dict[str, str]:
+    """Gives the versions of Python and of the packages that a result depends on, and more, if they are installed."""
     found = {"python": platform.python_version()}
-    for name in packages:
+    for name in ("favor", "torch", "transformers", "accelerate", "datasets", *more):
         with contextlib.suppress(metadata.PackageNotFoundError):
             found[name] = metadata.version(name)
     return found

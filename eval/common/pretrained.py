@@ -13,12 +13,8 @@ SHA256 = "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db"
 
 
 def sha256_of(path: Path) -> str:
-    """Computes the hexadecimal sha256 of a file, which is read in blocks."""
-    digest = hashlib.sha256()
-    with path.open("rb") as stream:
-        while block := stream.read(1 << 20):
-            digest.update(block)
-    return digest.hexdigest()
+    """Computes the hexadecimal sha256 of a file."""
+    return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 def minilm_path(expected: str = SHA256) -> Path:

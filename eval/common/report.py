@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import math
 import shlex
@@ -45,16 +46,10 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def shown_command(program: str, argv: Sequence[str], folders: Sequence[str], dropped: Sequence[str] = ()) -> str:
-    """Writes a command line for a result: data folders as `DATA`, without the options of the output.
+    """Writes a command line for a result, quoted for a shell; use `local_names` first to shorten paths of this machine.
 
-    Args:
-        program: module name.
-        argv: the arguments; use `local_names` first to shorten paths of this machine.
-        folders: options whose value is a data folder.
-        dropped: options with one value that are left out.
-
-    Returns:
-        One line, quoted for a shell.
+    Options whose value is a data folder are in `folders`: `DATA` takes its place. Those `dropped`, with one value, are
+    left out.
     """
     kept: list[str] = []
     words = iter([part for word in argv for part in (word.split("=", 1) if word.startswith("--") else [word])])
@@ -93,11 +88,40 @@ def context(command: str, packages: Sequence[str] = ("scikit-learn", "numpy")) -
 
 
 def context_of(
-    program: str, argv: Sequence[str] | None, packages: Sequence[str], folders: Sequence[str] = ()
+    program: str, argv: Sequence[str] | None, packages: Sequence[str], folders: Sequence[str] = (), *dropped: str
 ) -> dict[str, Any]:
     """Gives command, machine and versions of a program: data `folders` as `DATA`, paths of this machine by name."""
     words = local_names(sys.argv[1:] if argv is None else argv)
-    return context(shown_command(program, words, folders, ["--output_dir"]), packages)
+    return context(shown_command(program, words, folders, ["--output_dir", *dropped]), packages)
+
+
+class Records:
+    """Results in lines of JSON, written one by one, so that a stopped run continues where it was.
+
+    Args:
+        path: the file; None: results are kept in memory alone.
+        names: under which a line holds the description of a result, and the result.
+    """
+
+    def __init__(self, path: Path | None, names: tuple[str, str] = ("of", "result")) -> None:
+        self.path, self.names = path, names
+        self._known: dict[str, dict[str, Any]] = {}
+        for line in path.read_text().splitlines() if path is not None and path.is_file() else ():
+            with contextlib.suppress(ValueError):  # a run was stopped while it wrote this line: it is measured again
+                of, result = map(json.loads(line).__getitem__, names)
+                self._known[json.dumps(of, sort_keys=True)] = result
+
+    def find(self, of: Any) -> dict[str, Any] | None:
+        """Gives the result for a description, such as model, document and variant, or None if there is none yet."""
+        return self._known.get(json.dumps(of, sort_keys=True))
+
+    def add(self, of: Any, result: dict[str, Any]) -> None:
+        """Adds a result, in memory and in the file."""
+        self._known[json.dumps(of, sort_keys=True)] = result
+        if self.path is not None:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            with self.path.open("a") as stream:  # the line break comes first: the line before may have been torn
+                stream.write("\n" + json.dumps(dict(zip(self.names, (of, result), strict=True))))
 
 
 def finish(

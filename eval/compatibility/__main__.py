@@ -14,7 +14,6 @@ import argparse
 import importlib
 import math
 import re
-import sys
 import warnings
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -27,7 +26,7 @@ from transformers import PreTrainedModel
 
 from favor.eval.common.isolated import Failure, isolated
 from favor.eval.common.program import add_results
-from favor.eval.common.report import context, shown_command, table_row, write
+from favor.eval.common.report import context_of, table_row, write
 from favor.eval.compatibility.check import BAD, CATEGORIES, Candidate, timed_check
 from favor.train.common.program import Parser, did_you_mean, program
 
@@ -46,7 +45,7 @@ _MEANING = {
 }
 
 
-def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
+def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     """Parses the arguments; ends the program for bad ones."""
     parser = Parser("favor.eval.compatibility", __doc__)
     add = parser.add_argument
@@ -128,8 +127,7 @@ def lines_of(results: Sequence[Mapping[str, Any]]) -> list[str]:
         "attention, landmarks with a mean for every key, landmarks that select all keys (both are softmax attention), "
         "and 4 random features, which must differ. Token models with padding at the right and at the left too.",
         "",
-        table_row(["category", "classes", "meaning"]),
-        table_row(["---", "---:", "---"]),
+        *(table_row(row) for row in (["category", "classes", "meaning"], ["---", "---:", "---"])),
         *(table_row([name, str(counts[name]), _MEANING[name]]) for name in CATEGORIES),
         "",
         f"Bad categories: {', '.join(BAD)}.",
@@ -143,17 +141,15 @@ def lines_of(results: Sequence[Mapping[str, Any]]) -> list[str]:
 
 def differing_lines(results: Sequence[Mapping[str, Any]]) -> list[str]:
     """Writes a Markdown table of the classes for which transformers' own "sdpa" and "eager" differ; empty if none."""
-    rows = [result for result in results if result.get("sdpa_and_eager_differ")]
-    if not rows:
-        return []
     lines = ["", "## Where sdpa and eager differ", ""]
     lines += ["Relative errors between the two, without a backend of favor.", ""]
     lines += [table_row(["class", "batches", "favor"]), table_row(["---"] * 3)]
-    for result in rows:
+    head = len(lines)
+    for result in (result for result in results if result.get("sdpa_and_eager_differ")):
         apart = ", ".join(f"{name} {error:.0e}" for name, error in result["sdpa_and_eager_differ"].items())
         reason = f": {_short(result['reason'])}" if result["reason"] else ""
         lines.append(table_row([result["class"], apart, f"{result['category']}{reason}"]))
-    return lines
+    return lines if len(lines) > head else []
 
 
 def family_lines(results: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -163,12 +159,8 @@ def family_lines(results: Sequence[Mapping[str, Any]]) -> list[str]:
         own = [result for result in results if result["family"] == family]
         counts = Counter(result["category"] for result in own)
         cells = ", ".join(f"{counts[name]} {name}" for name in CATEGORIES if counts[name])
-        caches = sorted(
-            {_short(result["cache"]) for result in own if not result.get("cache", "not run").startswith("not")}
-        )
-        reasons = [
-            _short(result["reason"]) for result in own if result["category"] != "no attention" and result["reason"]
-        ]
+        caches = sorted({_short(one["cache"]) for one in own if not one.get("cache", "not run").startswith("not")})
+        reasons = [_short(one["reason"]) for one in own if one["category"] != "no attention" and one["reason"]]
         lines.append(table_row([family, cells, "; ".join(caches), "; ".join(dict.fromkeys(reasons[:3]))]))
     return lines
 
@@ -181,12 +173,11 @@ def _short(text: str) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the program; returns the exit code, 1 if a class is in a bad category."""
-    words = sys.argv[1:] if argv is None else list(argv)
-    arguments = parse_arguments(words)
+    arguments = parse_arguments(argv)
     warnings.simplefilter("ignore")
     transformers.logging.set_verbosity_error()
     found = arguments.found
-    content = context(shown_command("favor.eval.compatibility", words, [], ["--output_dir"]), ("transformers",))
+    content = context_of("favor.eval.compatibility", argv, ("transformers",))
     content |= {"cannot be imported": arguments.missing, "classes": []}
     results = content["classes"]
     for number, result in enumerate(run_all(found, arguments.jobs, math.ceil(arguments.time_limit)), 1):

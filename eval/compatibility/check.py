@@ -57,10 +57,6 @@ class Candidate:
     module: str
     name: str
 
-    def load(self) -> Any:
-        """Gives the class."""
-        return getattr(importlib.import_module(self.module), self.name)
-
 
 class NotBuiltError(Exception):
     """No tiny model of a class could be made, or no inputs were found that it takes."""
@@ -107,7 +103,7 @@ def check(candidate: Candidate) -> dict[str, Any]:
 
 def build(candidate: Candidate) -> tuple[PreTrainedModel, Inputs]:
     """Makes a tiny model with exact attention, and inputs that it takes."""
-    model_class = candidate.load()
+    model_class = getattr(importlib.import_module(candidate.module), candidate.name)
     own = {**OWN.get(candidate.family, {}), **OWN.get(candidate.name, {})}
     problems, tried = [], 0
     for factor, image in SIZES:
@@ -116,7 +112,9 @@ def build(candidate: Candidate) -> tuple[PreTrainedModel, Inputs]:
             size = _parameters(model_class, copy.deepcopy(config))
             if size > MOST_PARAMETERS:
                 raise NotBuiltError(f"{size / 1e6:.0f} million parameters")
-            model = _made(model_class, config, "eager")
+            torch.manual_seed(0)
+            model = _from_config(model_class, config, "eager")
+            _sharpen(model)
         except Exception as error:
             problems.append(_short(error))
             continue
@@ -145,13 +143,6 @@ def _parameters(model_class: type[PreTrainedModel], config: Any) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
 
 
-def _made(model_class: type[PreTrainedModel], config: Any, attention: str) -> PreTrainedModel:
-    torch.manual_seed(0)
-    model = _from_config(model_class, config, attention)
-    _sharpen(model)
-    return model
-
-
 def _from_config(model_class: type[PreTrainedModel], config: Any, attention: str) -> PreTrainedModel:
     """Makes a model as a user does, by class, config and backend; experts run in plain torch, of any width."""
     model: PreTrainedModel = model_class._from_config(
@@ -178,13 +169,10 @@ def switched(exact: PreTrainedModel, attention: str = BACKEND) -> PreTrainedMode
     torch.manual_seed(0)
     model = _from_config(type(exact), copy.deepcopy(exact.config), attention)
     with torch.no_grad():
-        for own, other in zip(_tensors(model), _tensors(exact), strict=True):
+        pairs = zip((model.parameters(), model.buffers()), (exact.parameters(), exact.buffers()), strict=True)
+        for own, other in (both for pair in pairs for both in zip(*pair, strict=True)):
             own.copy_(other)
     return model
-
-
-def _tensors(model: nn.Module) -> list[Tensor]:
-    return [*model.parameters(), *model.buffers()]
 
 
 def configure(model: nn.Module, options: Mapping[str, Any]) -> None:
@@ -223,9 +211,8 @@ def distance(found: dict[str, Tensor], expected: dict[str, Tensor], mask: Tensor
     if mask is not None:  # a pooled output may come from a padded token
         rows = {name: value for name, value in expected.items() if value.shape[:2] == mask.shape}
         found, expected = ({n: own[n][mask.bool()] for n in rows} if rows else own for own in (found, expected))
-    for name, right in expected.items():
-        left = found[name]
-        left, right = (torch.nan_to_num(part, 0.0, 0.0, 0.0) for part in (left, right))
+    for name in expected:
+        left, right = (torch.nan_to_num(part[name], 0.0, 0.0, 0.0) for part in (found, expected))
         norm = right.norm().item()
         if norm > 0:
             errors.append((left - right).norm().item() / norm)
@@ -263,12 +250,12 @@ def _compared(
         change = distance(run(model, inputs), expected)
     result: dict[str, Any] = {"calls": watch.calls, "estimated": watch.estimated, "local": watch.local}
     result |= {"own_attention": sorted(watch.silent), "few": change}
-    if not watch.calls:
-        if not watch.silent:
-            return {**result, "category": "no attention", "reason": "no attention in this class"}
-        return {**result, "category": "silently exact", "reason": f"{', '.join(sorted(watch.silent))} calls no backend"}
-    if watch.exact:
-        return {**result, "category": "silently exact", "reason": f"{', '.join(sorted(watch.exact))} is not estimated"}
+    if not watch.calls and not watch.silent:
+        return {**result, "category": "no attention", "reason": "no attention in this class"}
+    if not watch.calls or watch.exact:
+        what = "is not estimated" if watch.calls else "calls no backend"
+        names = ", ".join(sorted(watch.exact if watch.calls else watch.silent))
+        return {**result, "category": "silently exact", "reason": f"{names} {what}"}
     batches, result["types"] = _without_refused(model, batches)
     errors = _errors(exact, model, batches)
     result |= {"errors": errors, "padding": sorted({"right", "left"} & set(batches))}
@@ -331,54 +318,42 @@ def generation(exact: PreTrainedModel, model: PreTrainedModel, inputs: dict[str,
     if ids is None or ids.ndim != 2 or len(inputs) > 1:
         return "not run: no plain tokens"
     try:
-        found = _by_token(exact, ids, DynamicCache(config=exact.config))
-        if distance(found, _whole(exact, ids)) > TOLERANCE:
+        if _by_token_error(exact, ids, DynamicCache(config=exact.config)) > TOLERANCE:
             return "not run: DynamicCache differs from no cache with exact attention"
     except Exception as error:
         return f"not run: DynamicCache fails with exact attention ({type(error).__name__})"
     cache = favor.FavorCache(model.config)
     try:
-        found = _by_token(model, ids, cache)
+        error_of = _by_token_error(model, ids, cache)
     except (ValueError, RuntimeError) as error:
         text = " ".join(str(error).split())
         return f"{'refused' if 'FavorCache' in text or 'favor' in text else 'crash'}: {text[:160]}"
     except Exception as error:
         return f"crash: {type(error).__name__}: {error}"
     states = sum(isinstance(layer, StreamLayer) for layer in cache.layers)
-    error_of = distance(found, _whole(model, ids))
     if not error_of < TOLERANCE:
         return f"wrong: {error_of:.1e}"
     return f"equal: {states} of {len(cache.layers)} layers keep a state"
 
 
 @torch.no_grad()
-def _whole(model: PreTrainedModel, ids: Tensor) -> dict[str, Tensor]:
-    return {"logits": model(input_ids=ids, use_cache=False).logits[:, PROMPT - 1 :]}
-
-
-@torch.no_grad()
-def _by_token(model: PreTrainedModel, ids: Tensor, cache: Any) -> dict[str, Tensor]:
-    logits = [model(input_ids=ids[:, :PROMPT], past_key_values=cache, use_cache=True).logits[:, -1:]]
-    for token in ids[:, PROMPT:].split(1, 1):
-        logits.append(model(input_ids=token, past_key_values=cache, use_cache=True).logits[:, -1:])
-    return {"logits": torch.cat(logits, 1)}
+def _by_token_error(model: PreTrainedModel, ids: Tensor, cache: Any) -> float:
+    """Computes the relative error of the logits of a prompt and then token by token with a cache."""
+    pieces = (ids[:, :PROMPT], *ids[:, PROMPT:].split(1, 1))
+    logits = [model(input_ids=piece, past_key_values=cache, use_cache=True).logits[:, -1:] for piece in pieces]
+    whole = model(input_ids=ids, use_cache=False).logits[:, PROMPT - 1 :]
+    return distance({"logits": torch.cat(logits, 1)}, {"logits": whole})
 
 
 class Watch:
-    """Counts calls of the backend while `watching`, and finds attention modules that make no call.
-
-    Attributes:
-        calls: number of calls of the attention function.
-        local: number of calls whose mask or arguments say that the layer sees a window or a chunk only.
-        estimated: number of calls that reached the estimator.
-        exact: classes of modules with a call that was neither local nor estimated.
-        silent: classes of attention modules that ran without any call.
-    """
+    """Counts calls of the backend while `watching`, and finds attention modules that make no call."""
 
     def __init__(self) -> None:
+        # Calls: all, those whose mask or arguments say that the layer sees a window or a chunk only, and those that
+        # reached the estimator.
         self.calls = self.local = self.estimated = 0
-        self.exact: set[str] = set()
-        self.silent: set[str] = set()
+        self.exact: set[str] = set()  # classes of modules with a call that was neither local nor estimated
+        self.silent: set[str] = set()  # classes of attention modules that ran without any call
         self._stack: list[list[bool]] = []
 
     @contextlib.contextmanager

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import itertools
 import re
 from collections.abc import Iterator
 from functools import lru_cache
@@ -28,7 +29,13 @@ _LAYERS = re.compile(
 _NOT_LAYERS = re.compile(
     r"feat_extract|adapter|conv|residual|dense|shared|mlp_only|max_window|kv|nextn|mtp|indices|proj"
 )
-_EXPERTS = re.compile(r"^(num_experts|n_routed_experts|num_local_experts|moe_num_experts)$")
+_MOST = {
+    "(vocab_size|_vocab)$": VOCABULARY,
+    "^(sliding_window|local_attention|attention_window_size|sliding_window_size)$": WINDOW,
+    "^(num_experts|n_routed_experts|num_local_experts|moe_num_experts)$": 4,
+    "experts_per_tok|^moe_(topk|top_k|k)$": 2,
+    "^(max_position_embeddings|n_positions|max_source_positions|max_target_positions)$": 512,
+}
 _WIDTH = re.compile(
     r"hidden|dim$|dim_|_dim|d_model|d_inner|d_ff|d_kv|n_embd|n_inner|width|embed|rank|intermediate|ffn|channels|"
     r"inner|filters|proj|codevector|state_size|d_state|d_head|head_size|feature_size|nhid|_chn|linear"
@@ -38,37 +45,29 @@ _NOT_WIDTH = re.compile(
     r"act|stride|expand|position|groups|norm|query_dict"
 )
 _TOKEN = re.compile(r"token_id$|token_index$|_id$|_token$|_token_ids$")
-_WINDOWS = ("sliding_window", "local_attention", "attention_window_size", "sliding_window_size")
 _FIXED: dict[str, Any] = {
-    **dict.fromkeys(("n_group", "num_group", "num_expert_group", "topk_group", "first_k_dense_replace"), 1),
-    **dict.fromkeys(("attn_layer_offset", "expert_layer_offset"), 1),
-    **dict.fromkeys(("num_conv_pos_embedding_groups", "attn_layer_period", "expert_layer_period"), 2),
-    **dict.fromkeys(("layerdrop", "encoder_layerdrop", "decoder_layerdrop", "mask_time_prob"), 0.0),
-    **dict.fromkeys(("apply_spec_augment", "use_timm_backbone"), False),
-    **dict.fromkeys(("num_nextn_predict_layers", "num_denoising"), 0),
-    **{"num_conv_pos_embeddings": 16, "num_queries": 20, "train_num_points": 32},
-    **{"num_feature_levels": None, "dtype": "float32"},
+    **dict.fromkeys(["n_group", "num_group", "num_expert_group", "topk_group", "first_k_dense_replace"], 1),
+    **dict.fromkeys(["attn_layer_offset", "expert_layer_offset"], 1),
+    **dict.fromkeys(["num_conv_pos_embedding_groups", "attn_layer_period", "expert_layer_period"], 2),
+    **dict.fromkeys(["layerdrop", "encoder_layerdrop", "decoder_layerdrop", "mask_time_prob"], 0.0),
+    **{"apply_spec_augment": False, "use_timm_backbone": False, "num_nextn_predict_layers": 0, "num_denoising": 0},
+    **{"num_conv_pos_embeddings": 16, "num_queries": 20, "train_num_points": 32, "dtype": "float32"},
 }
 
 # Fields for which the rules are wrong, or that have no default, by family or model class.
 _SERIES = {"prediction_length": 8, "context_length": 24, "lags_sequence": [1, 2, 3]}
-_HEADS = {"head_dim": 16}
+_HEADS, _IMAGE = {"head_dim": 16}, {"vocabulary_map": {"<image>": 100}}
 
 OWN: dict[str, dict[str, Any]] = {
-    "autoformer": _SERIES,
-    "informer": _SERIES,
-    "time_series_transformer": _SERIES,
+    **dict.fromkeys(("autoformer", "informer", "time_series_transformer"), _SERIES),
+    **dict.fromkeys(("hunyuan_v1_dense", "hunyuan_v1_moe", "ministral"), _HEADS),
     "aya_vision": {"vision_config.num_attention_heads": 8},
-    "hunyuan_v1_dense": _HEADS,
-    "hunyuan_v1_moe": _HEADS,
-    "ministral": _HEADS,
     "hunyuan_vl": {**_HEADS, "text_config.head_dim": 16},
     "nemotron": {"num_key_value_heads": 8},
     "vivit": {"num_frames": 8},  # at 32 there are more than 2048 keys
     "esm": {"vocab_size": 33, "mask_token_id": 32, "pad_token_id": 1},
     "bros": {"dim_bbox_sinusoid_emb_2d": 48, "dim_bbox_sinusoid_emb_1d": 12, "dim_bbox_projection": 8},
-    "chameleon": {"vocabulary_map": {"<image>": 100}},
-    "emu3": {"vocabulary_map": {"<image>": 100}},
+    **dict.fromkeys(("chameleon", "emu3"), _IMAGE),
     "dbrx": {"attn_config.rope_theta": 10000.0, "attn_config.clip_qkv": 8.0},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
     "deepseek_v2": {"topk_method": "greedy", "num_experts_per_tok": 2},
@@ -82,20 +81,16 @@ OWN: dict[str, dict[str, Any]] = {
 
 
 def shrink(config: PretrainedConfig, factor: int = 8, image: int | None = 4, own: dict[str, Any] | None = None) -> Any:
-    """Gives a small copy of a config.
+    """Gives a small copy of a config: widths divided by `factor`, images of `image` patches a side (None: as they are).
 
-    Args:
-        config: of any model, with its default values.
-        factor: divisor of the widths.
-        image: side of an image in patches; None keeps its size.
-        own: fields for which the rules are wrong, by name; fields of sub-configs have dotted names.
+    `own` are fields for which the rules are wrong, by name; fields of sub-configs have dotted names.
     """
     small, own = copy.deepcopy(config), own or {}
     fields = {name: value for name, value in vars(small).items() if not name.startswith("__")}
     layers = _layer_numbers(fields)
     for name, value in fields.items():
         if isinstance(value, PretrainedConfig) and value.model_type.startswith("timm_"):
-            changed = _backbone()
+            changed: Any = _backbone()
         elif isinstance(value, PretrainedConfig):
             inner = {key.split(".", 1)[1]: v for key, v in own.items() if key.startswith(f"{name}.")}
             changed = shrink(value, factor, image, inner)
@@ -147,31 +142,24 @@ def _is_layers(name: str) -> bool:
 
 def _changed(name: str, value: Any, factor: int, layers: dict[int, list[int]]) -> Any:
     if name in _FIXED and value is not None:
-        return value if _FIXED[name] is None else _FIXED[name]
+        return _FIXED[name]
     if isinstance(value, dict):
         return {key: _changed(str(key), v, factor, layers) for key, v in value.items()}
     if isinstance(value, list | tuple):
-        if len(value) in layers and name not in ("depths",) and not name.startswith("_out"):
-            value = type(value)(value[i] for i in layers[len(value)])
         if name == "depths":
             return type(value)(min(v, 2) for v in value)
+        if len(value) in layers and not name.startswith("_out"):
+            value = type(value)(value[i] for i in layers[len(value)])
         if value and all(isinstance(v, int) for v in value) and ("mrope" in name or _is_width(name)):
             return type(value)(_divided(v, factor) for v in value)
         return value
     if not isinstance(value, int) or isinstance(value, bool):
         return value
-    if name.endswith(("vocab_size", "_vocab")):
-        return min(value, VOCABULARY)
-    if name in _WINDOWS:
-        return min(value, WINDOW)
-    if _EXPERTS.match(name):
-        return min(value, 4)
-    if "experts_per_tok" in name or name in ("moe_topk", "moe_top_k", "moe_k"):
-        return min(value, 2)
+    for pattern, most in _MOST.items():
+        if re.search(pattern, name):
+            return min(value, most)
     if _is_layers(name) and value > 2:
         return len(layers.get(value, [0, 1]))
-    if name in ("max_position_embeddings", "n_positions", "max_source_positions", "max_target_positions"):
-        return min(value, 512)
     return _divided(value, factor) if _is_width(name) else value
 
 
@@ -185,10 +173,8 @@ def _divided(value: int, factor: int) -> int:
 
 def _shrink_image(config: Any, image: int | None) -> None:
     size, patch = getattr(config, "image_size", None), getattr(config, "patch_size", None)
-    if image is None or not isinstance(size, int) or not isinstance(patch, int):
-        return
-    if size > image * patch:
-        _set(config, "image_size", image * patch)
+    if image is not None and isinstance(size, int) and isinstance(patch, int):
+        _set(config, "image_size", min(size, image * patch))
 
 
 def _cut_stages(small: Any, config: Any) -> None:
@@ -238,39 +224,30 @@ Inputs = dict[str, Any]
 
 def all_inputs(model: nn.Module, config: PretrainedConfig) -> Iterator[Inputs]:
     """Yields inputs that may fit the forward pass of a model, the likeliest first."""
-    parameters = {
-        name: parameter
-        for name, parameter in inspect.signature(model.forward).parameters.items()
-        if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
-    }
+    every = inspect.signature(model.forward).parameters
+    parameters = {name: own for name, own in every.items() if own.kind in (own.POSITIONAL_OR_KEYWORD, own.KEYWORD_ONLY)}
     needed = [name for name, parameter in parameters.items() if parameter.default is parameter.empty]
     main = getattr(model, "main_input_name", "input_ids")
-    for more in _COMPANIONS:
-        if not all(name in parameters for name in more):
-            continue
+    for more in (more for more in _COMPANIONS if parameters.keys() >= {*more}):
         for name in dict.fromkeys([main, *_MAIN]):
-            if name not in parameters or name in more:
-                continue
-            if more and name == "inputs_embeds" and "input_ids" in parameters:
+            embeds = more and name == "inputs_embeds" and "input_ids" in parameters
+            if name not in parameters or name in more or embeds:
                 continue
             others = [other for other in dict.fromkeys([*needed, *more]) if other != name]
             if name in _ENCODED and "decoder_input_ids" in parameters and "decoder_input_ids" not in others:
                 others.append("decoder_input_ids")
-            yield from _fill([name, *others], config, {})
+            yield from _fill([name, *others], config)
     if needed and not any(name in parameters for name in _MAIN):
-        yield from _fill(needed, config, {})
+        yield from _fill(needed, config)
 
 
 # Arguments that some models need although the arguments have a default.
-_COMPANIONS: tuple[tuple[str, ...], ...] = (
-    (),
-    *((name,) for name in ("bbox", "pixel_values", "input_features", "input_values", "attention_mask")),
-    ("input_features_mask",),
-    ("encoder_hidden_states",),
-    ("encoder_hidden_states", "encoder_attention_mask"),
-    ("bbox", "pixel_values"),
-    *((name,) for name in ("pixel_mask", "image_grid_thw", "image_position_ids", "pixel_position_ids")),
-    *((name,) for name in ("spatial_shapes", "position_embeddings")),
+_COMPANIONS: tuple[list[str], ...] = (
+    [],
+    *(["bbox"], ["pixel_values"], ["input_features"], ["input_values"], ["attention_mask"], ["input_features_mask"]),
+    *(["encoder_hidden_states"], ["encoder_hidden_states", "encoder_attention_mask"], ["bbox", "pixel_values"]),
+    *(["pixel_mask"], ["image_grid_thw"], ["image_position_ids"], ["pixel_position_ids"]),
+    *(["spatial_shapes"], ["position_embeddings"]),
 )
 _ENCODED = ("input_ids", "inputs_embeds", "input_features", "input_values", "pixel_values")
 _MAIN = (
@@ -279,12 +256,9 @@ _MAIN = (
 )
 
 
-def _fill(names: list[str], config: Any, rest: Inputs) -> Iterator[Inputs]:
-    if not names:
-        yield rest
-        return
-    for value in _candidates(names[0], config):
-        yield from _fill(names[1:], config, {**rest, names[0]: value})
+def _fill(names: list[str], config: Any) -> Iterator[Inputs]:
+    for values in itertools.product(*(_candidates(name, config) for name in names)):
+        yield dict(zip(names, values, strict=True))
 
 
 def _normal(*shape: int) -> Tensor:
@@ -353,10 +327,8 @@ def _candidates(name: str, config: Any) -> list[Any]:
         if mels := _values(config, "num_mel_bins"):
             shapes.insert(0, (BATCH, _first(config, ("max_length",), 96), mels[0]))
         return [_normal(*s) for s in shapes]
-    if name == "codebook_idx":
-        return [2]
-    if name == "prefix_length":
-        return [4]
+    if name in ("codebook_idx", "prefix_length"):
+        return [2 if name == "codebook_idx" else 4]
     if name in _HIDDEN or name.endswith("_hidden_states"):
         patch, channels = _first(config, ("patch_size",), 14), _first(config, ("in_channels", "num_channels"), 3)
         times = _first(config, ("temporal_patch_size",), 1)
@@ -368,13 +340,10 @@ def _candidates(name: str, config: Any) -> list[Any]:
         return sides if name == "pixel_mask" else [*lengths, lengths[1].bool()]
     if name == "bbox":
         return [torch.zeros(BATCH, LENGTH, 4, dtype=torch.long)]
-    if name == "grid_thw" or name.endswith("grid_thw"):
+    if name.endswith("grid_thw"):
         return [torch.tensor([[1, 4, 8]]), torch.tensor([[1, 8, 4]])]
     if name == "past_values":
-        length, channels = (
-            _first(config, ("context_length",), 64),
-            _first(config, ("num_input_channels", "input_size"), 1),
-        )
+        length, channels = _first(config, ("context_length",), 64), _first(config, _CHANNELS, 1)
         sizes = ((length, channels), (length, 1), (64, 1))
         return [_normal(BATCH, n) if c == 1 else _normal(BATCH, n, c) for n, c in sizes]
     if name == "position_ids":
@@ -382,6 +351,7 @@ def _candidates(name: str, config: Any) -> list[Any]:
     return []
 
 
+_CHANNELS = ("num_input_channels", "input_size")
 _HIDDEN = ("inputs_embeds", "hidden_states", "inputs", "embeddings", "input_embeds", "query_embeds", "x")
 
 
@@ -390,11 +360,8 @@ def padded(inputs: Inputs, side: str) -> Inputs | None:
     ids = inputs.get("input_ids")
     if ids is None or ids.ndim != 2 or "pixel_values" in inputs:
         return None
-    mask = torch.ones_like(ids)
-    if side == "left":
-        mask[1, :8] = 0
-    elif side == "right":
-        mask[1, -8:] = 0
+    mask, hidden = torch.ones_like(ids), {"left": slice(8), "right": slice(-8, None)}
+    mask[1, hidden.get(side, slice(0))] = 0
     return {**inputs, "attention_mask": mask}
 
 

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import shlex
 import sys
 import time
@@ -46,13 +47,9 @@ def parse_arguments(argv: Sequence[str] | None) -> tuple[argparse.Namespace, lis
     add("--model_name_or_path", help=f"default: the MiniLM BERT in the package {PACKAGE}")
     add("--data_dir", help="folder of GLUE in its official TSV layout; default: that of favor.train.glue")
     add("--tasks", nargs="+", default=tasks, choices=tasks, metavar="TASK", help="tasks to run")
-    add(
-        "--backends",
-        nargs="+",
-        metavar="NAME[:FEATURES][:M]",
-        help=f"default: {' '.join(DEFAULT_BACKENDS)}, or none with --adapted; with --task_name: the one that the model "
-        "was saved with, else landmark, and NAME:OPTION=VALUE,... is possible",
-    )
+    text = f"default: {' '.join(DEFAULT_BACKENDS)}, or none with --adapted; with --task_name: the one that the model "
+    text += "was saved with, else landmark, and NAME:OPTION=VALUE,... is possible"
+    add("--backends", nargs="+", metavar="NAME[:FEATURES][:M]", help=text)
     text = "folders of favor.train.distill: models that were adapted to their attention, each a row of its own"
     add("--adapted", nargs="+", default=[], metavar="DIR", help=text)
     add("--seeds", nargs="+", type=int, default=[0], help="a training for each")
@@ -118,12 +115,11 @@ def parse_task_options(texts: Sequence[str]) -> dict[str, list[str]]:
     """Reads `["cola:num_train_epochs=5"]` as `{"cola": ["--num_train_epochs", "5"]}`; raises ValueError for others."""
     options: dict[str, list[str]] = {}
     for text in texts:
-        task, colon, setting = text.partition(":")
-        name, equals, value = setting.partition("=")
-        if not (colon and equals and name):
+        found = re.fullmatch(r"(?s)([^:]*):([^=]+)=(.*)", text)
+        if found is None:
             raise ValueError(f"--task_options expects TASK:NAME=VALUE, got {text!r}")
-        table.column(task)
-        options.setdefault(task, []).extend([f"--{name}", value])
+        task, name, value = found.groups()
+        options.setdefault(table.column(task).task, []).extend([f"--{name}", value])
     return options
 
 

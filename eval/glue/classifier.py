@@ -30,7 +30,7 @@ from favor.train.text.glue_report import glue_metrics, named
 from favor_command.saved import read_config
 
 EXACT, DEFAULT = "sdpa", "landmark"
-OUTPUT = ("--output_dir", "--results_dir", "--name")
+OUTPUT = ("--results_dir", "--name")
 
 
 @dataclass
@@ -44,14 +44,10 @@ class Samples:
     remark: str
     batch_size: int
 
-    def lengths(self, split: str) -> list[int]:
-        """Gives the number of tokens of each sample."""
-        return [sum(mask) for mask in self.encoded[split]["attention_mask"]]
-
     @property
     def all_lengths(self) -> list[int]:
         """The numbers of tokens of all splits, in ascending order."""
-        return sorted(length for split in self.encoded for length in self.lengths(split))
+        return sorted(length for part in self.encoded.values() for length in lengths_of(part))
 
 
 @dataclass(frozen=True)
@@ -84,6 +80,11 @@ class Row:
             "seconds": self.seconds,
             "note": self.note,
         }
+
+
+def lengths_of(encoded: Any) -> list[int]:
+    """Gives the number of tokens of each sample of a split."""
+    return [sum(mask) for mask in encoded["attention_mask"]]
 
 
 def load_samples(
@@ -133,15 +134,11 @@ def settings_of(arguments: argparse.Namespace) -> list[tuple[str, str, dict[str,
         start = {} if backend == saved else FavorConfig().to_dict()
         named_ones = ({} if features is None else {"features": features}) | options
         given = start | named_ones
-        feature_family(
-            backend, FavorConfig.from_dict(given), list(named_ones)
-        )  # refuses what the backend does not read
-        for bound in [None] if "exact_below" in options else arguments.exact_below or [None]:
-            if bound is None:
-                found.append((text, backend, given))
-            else:
-                value = bound if bound == "auto" else int(bound)
-                found.append((f"{text}, exact_below {bound}", backend, given | {"exact_below": value}))
+        feature_family(backend, FavorConfig.from_dict(given), list(named_ones))  # refuses what it does not read
+        bounds = (() if "exact_below" in options else arguments.exact_below) or ()
+        numbers = {n: n if n == "auto" else int(n) for n in bounds}
+        found += [(f"{text}, exact_below {n}", backend, given | {"exact_below": own}) for n, own in numbers.items()]
+        found += [] if bounds else [(text, backend, given)]
     return found
 
 
@@ -174,7 +171,7 @@ def evaluate(model: Any, samples: Samples, name: str) -> Row:
     metrics: dict[str, float] = {}
     logits, seconds, exact = {}, 0.0, 0
     for split, encoded in samples.encoded.items():
-        lengths = samples.lengths(split)
+        lengths = lengths_of(encoded)
         exact += sum(length < bound for length in lengths)
         logits[split], took = forward(model, samples, encoded, batches(lengths, bound, samples.batch_size))
         seconds += took
@@ -291,16 +288,15 @@ def run(arguments: argparse.Namespace) -> int:
     """Evaluates the classifier and writes NAME.md and NAME.json; returns the exit code."""
     datasets.disable_progress_bars()
     logging.disable_progress_bar()
-    path, batch_size = arguments.model_name_or_path, arguments.per_device_eval_batch_size
-    names = ("label_names", "max_length", "max_eval_samples", "distractors")
-    options = {name: getattr(arguments, name) for name in names}
-    samples = load_samples(path, arguments.task_name, arguments.data_dir, batch_size=batch_size, **options)
+    path = arguments.model_name_or_path
+    names = ("task_name", "data_dir", "label_names", "max_length", "max_eval_samples", "distractors")
+    options: dict[str, Any] = {name: getattr(arguments, name) for name in names}
+    samples = load_samples(path, batch_size=arguments.per_device_eval_batch_size, **options)
     task, lengths, found = samples.data.task, samples.all_lengths, compare(arguments, samples)
     rows = [row.compared(found[0], task.is_regression) for row in found]
     lines = report_lines(arguments, samples, rows)
-    command = report.shown_command("favor.eval.glue", report.local_names(arguments.command), ["--data_dir"], OUTPUT)
     content = {
-        **report.context(command, ("transformers",)),
+        **report.context_of("favor.eval.glue", arguments.command, ("transformers",), ["--data_dir"], *OUTPUT),
         "task_name": task.name,
         "model": report.local_names([path])[0],
         "labels": dict(zip(task.labels or ("score",), samples.rows, strict=True)),

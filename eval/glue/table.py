@@ -6,13 +6,14 @@ are multiplied by 100 only in the output, as in the paper. How models were adapt
 
 from __future__ import annotations
 
+import itertools
 import json
 import shlex
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -21,8 +22,7 @@ from favor.eval.common.pretrained import MODULE, PACKAGE, SHA256
 from favor.eval.common.report import local_names, table
 
 
-@dataclass(frozen=True)
-class Column:
+class Column(NamedTuple):
     """One column of Table 1: the task's short name, its heading, and the name of its metric."""
 
     task: str
@@ -94,11 +94,10 @@ class Run:
 
 def column(task: str) -> Column:
     """Gives the column of a task; raises ValueError for a task that Table 1 does not have."""
-    for candidate in COLUMNS:
-        if candidate.task == task:
-            return candidate
-    names = ", ".join(c.task for c in COLUMNS)
-    raise ValueError(f"task must be one of {names} (the columns of Table 1), got {task!r}")
+    known = {column.task: column for column in COLUMNS}
+    if task not in known:
+        raise ValueError(f"task must be one of {', '.join(known)} (the columns of Table 1), got {task!r}")
+    return known[task]
 
 
 def model_in_words(path: str) -> str:
@@ -111,25 +110,25 @@ def model_in_words(path: str) -> str:
 def summarise(runs: Sequence[Run]) -> dict[str, dict[str, dict[str, Any]]]:
     """Computes mean and sample standard deviation over seeds, as `{backend: {task: {...}}}`."""
     summary: dict[str, dict[str, dict[str, Any]]] = {run.backend: {} for run in runs}
-    for backend, row in summary.items():
-        for col in COLUMNS:
-            cell = sorted((r for r in runs if (r.backend, r.task) == (backend, col.task)), key=lambda r: r.seed)
-            seeds, values = [run.seed for run in cell], [run.value for run in cell]
-            if len(set(seeds)) != len(seeds):
-                raise ValueError(f"expected one run per seed for {col.task} with {backend}, got seeds {seeds}")
-            # A run that was resumed at its end has no time of a step.
-            steps = [run.results["seconds_per_step"] for run in cell if run.results["seconds_per_step"] is not None]
-            if cell:
-                row[col.task] = {
-                    "metric": col.metric,
-                    "mean": statistics.fmean(values),
-                    "std": statistics.stdev(values) if len(values) > 1 else None,
-                    "values": values,
-                    "seeds": seeds,
-                    "seconds_per_step": statistics.median(steps) if steps else None,
-                    "peak_memory_mb": max(run.results["peak_memory_bytes"] for run in cell) / 2**20,
-                    "details": [run.details for run in cell],
-                }
+    for (backend, row), col in itertools.product(summary.items(), COLUMNS):
+        cell = sorted((r for r in runs if (r.backend, r.task) == (backend, col.task)), key=lambda r: r.seed)
+        if not cell:
+            continue
+        seeds, values = [run.seed for run in cell], [run.value for run in cell]
+        if len(set(seeds)) != len(seeds):
+            raise ValueError(f"expected one run per seed for {col.task} with {backend}, got seeds {seeds}")
+        # A run that was resumed at its end has no time of a step.
+        steps = [run.results["seconds_per_step"] for run in cell if run.results["seconds_per_step"] is not None]
+        row[col.task] = {
+            "metric": col.metric,
+            "mean": statistics.fmean(values),
+            "std": statistics.stdev(values) if len(values) > 1 else None,
+            "values": values,
+            "seeds": seeds,
+            "seconds_per_step": statistics.median(steps) if steps else None,
+            "peak_memory_mb": max(run.results["peak_memory_bytes"] for run in cell) / 2**20,
+            "details": [run.details for run in cell],
+        }
     return summary
 
 
@@ -170,9 +169,8 @@ def score_lines(runs: Sequence[Run]) -> list[str]:
     several = len(tasks) > 1
 
     def line(label: str, cells: Mapping[str, str], values: Mapping[str, float] | None = None) -> list[str]:
-        mean = DASH
-        if values is not None and values.keys() >= set(tasks):
-            mean = f"{statistics.fmean(values[task] for task in tasks):.2f}"
+        known = values is not None and values.keys() >= set(tasks)
+        mean = f"{statistics.fmean(values[task] for task in tasks):.2f}" if known and values else DASH
         return [label, *(cells.get(name, DASH) for name in names), *([mean] if several else [])]
 
     rows = [line("training rows", {task: str(number) for task, number in numbers.items()})]
@@ -225,16 +223,13 @@ def read_adapted(folders: Sequence[str]) -> dict[str, dict[str, Any]]:
         label = Backend.adapted(folder).label
         results = json.loads((Path(folder) / "all_results.json").read_text())
         losses = {stage: results[f"{stage}_loss"] for stage in ("attention", "model")}
+        losses = {stage: np.array_split(own, PARTS) for stage, own in losses.items() if len(own) >= PARTS}
         found[label] = {
             "command": shlex.join(local_names(shlex.split(results["command"]))),
             "minutes": results["seconds"] / 60,
             "errors": results["errors"],
             "exact_heads": sum(len(layer.get("exact_heads", ())) for layer in (results["layers"] or {}).values()),
-            "losses": {
-                stage: [float(part.mean()) for part in np.array_split(own, PARTS)]
-                for stage, own in losses.items()
-                if len(own) >= PARTS
-            },
+            "losses": {stage: [float(part.mean()) for part in parts] for stage, parts in losses.items()},
         }
     return found
 

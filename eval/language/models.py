@@ -50,15 +50,12 @@ def gemma_folder() -> Path:
 def join_parts(target: Path, expected: str = SHA256) -> None:
     """Joins the four files of the installed packages into one."""
     parts: list[Path] = []
-    for number in range(1, PARTS + 1):
-        spec = find_spec(f"{MODULE}_part{number}")
-        if spec is not None and spec.origin:
-            parts += (Path(spec.origin).parent / "data").glob(f"*.part{number - 1:02}")
+    for number in range(PARTS):
+        spec = find_spec(f"{MODULE}_part{number + 1}")
+        parts += (Path(spec.origin).parent / "data").glob(f"*.part{number:02}") if spec and spec.origin else ()
     if len(parts) != PARTS or find_spec("gguf") is None:
         raise ValueError(f"Gemma 3 270M is not installed; its terms of use apply; run: {INSTALL}")
-    with target.open("wb") as stream:
-        for part in parts:
-            stream.write(part.read_bytes())
+    target.write_bytes(b"".join(part.read_bytes() for part in parts))
     if (found := sha256_of(target)) != expected:
         raise ValueError(
             f"expected {', '.join(part.name for part in parts)} together to have sha256 {expected}, got {found}: a "

@@ -65,10 +65,8 @@ def parse_arguments(words: Sequence[str] | None) -> argparse.Namespace:
 def answer(model: Any, tokenizer: Any, variant: Variant, document: Document) -> dict[str, Any]:
     """Generates all answers of a document, greedy and token by token.
 
-    Returns:
-        "seconds" of the document and of all answers, and "answers": for each question its task, depth, generated text,
-        "score" (the fraction of the expected parts that it contains, more is better) and "nats" (per token of the
-        target, given earlier tokens, less is better).
+    Gives "seconds" of the document and of all answers, and "answers": for each question its task, depth, generated
+    text, "score" (the part of what is expected that it contains) and "nats" (per token of the target).
     """
     variant.apply(model)
     cache, start = variant.new_cache(model), time.perf_counter()

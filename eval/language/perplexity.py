@@ -11,7 +11,9 @@ kept in NAME.jsonl, so that the same command continues where it was stopped.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import hashlib
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -59,11 +61,9 @@ def token_nats(model: Any, ids: Tensor) -> Tensor:
         states.extend(given)
         return given[0][:, -1:]
 
-    hook = head.register_forward_pre_hook(only_last)
-    try:
+    with contextlib.ExitStack() as stack:
+        stack.callback(head.register_forward_pre_hook(only_last).remove)
         last = model(input_ids=ids, use_cache=False).logits
-    finally:
-        hook.remove()
     hidden = states[0] if states else None
     if hidden is None or not torch.allclose(head(hidden[:, -1:]), last[:, -1:], rtol=1e-3, atol=1e-3):
         raise ValueError(
@@ -81,22 +81,20 @@ def token_nats(model: Any, ids: Tensor) -> Tensor:
 def measure(model: Any, tokenizer: Any, arguments: argparse.Namespace, called: str) -> Results:
     """Computes the mean nats of every sample, whole and second half, `[samples, 2]` by text, length and variant."""
     found: dict[tuple[str, int, str], list[list[float]]] = {}
-    for path in arguments.texts:
-        for length in arguments.lengths:
-            pieces = samples(path, tokenizer, length, arguments.samples, arguments.seed)
-            for number, ids in enumerate(pieces.split(1)):
-                digest = hashlib.sha256(repr(ids.tolist()).encode()).hexdigest()[:12]
-                for variant in arguments.variants:
-                    of = {"model": called, "sample": digest, "variant": variant.label}
-                    result = arguments.records.find(of)
-                    if result is None:
-                        variant.apply(model)
-                        nats = token_nats(model, ids.to(model.device))
-                        result = {"nats": [float(nats.mean()), float(nats[length // 2 - 1 :].mean())]}
-                        arguments.records.add(of, result)
-                        shown = f"{length} tokens, sample {number}, {variant.label}"
-                        print(f"{Path(path).name}, {shown}: {result['nats'][0]:.4f} nats", flush=True)
-                    found.setdefault((Path(path).name, length, variant.label), []).append(result["nats"])
+    for path, length in itertools.product(arguments.texts, arguments.lengths):
+        pieces = samples(path, tokenizer, length, arguments.samples, arguments.seed)
+        for (number, ids), variant in itertools.product(enumerate(pieces.split(1)), arguments.variants):
+            digest = hashlib.sha256(repr(ids.tolist()).encode()).hexdigest()[:12]
+            of = {"model": called, "sample": digest, "variant": variant.label}
+            result = arguments.records.find(of)
+            if result is None:
+                variant.apply(model)
+                nats = token_nats(model, ids.to(model.device))
+                result = {"nats": [float(nats.mean()), float(nats[length // 2 - 1 :].mean())]}
+                arguments.records.add(of, result)
+                shown = f"{length} tokens, sample {number}, {variant.label}"
+                print(f"{Path(path).name}, {shown}: {result['nats'][0]:.4f} nats", flush=True)
+            found.setdefault((Path(path).name, length, variant.label), []).append(result["nats"])
     return {key: np.array(rows) for key, rows in found.items()}
 
 

@@ -1,10 +1,8 @@
-"""Parts that the programs of this folder share: options, variants of attention, and results that are kept."""
+"""Parts that the programs of this folder share: options, and variants of attention."""
 
 from __future__ import annotations
 
 import argparse
-import contextlib
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,14 +25,10 @@ ALWAYS = 2**40
 
 @dataclass(frozen=True)
 class Variant:
-    """One row of a table: an attention backend, its options, and its cache.
+    """One row of a table: an attention backend, all its options, and its cache, under the text that the user wrote.
 
-    Attributes:
-        label: the text that the user wrote.
-        backend: "exact", "sdpa" or a FAVOR backend. "exact" and "sdpa" are softmax attention; "exact" runs layers with
-            a sliding window block by block, which gives the same numbers in linear time.
-        options: all options of the backend, so that no option of another variant stays.
-        cache: "dynamic" is transformers' `DynamicCache`, "state" is `favor.FavorCache`.
+    "exact" and "sdpa" are softmax attention; "exact" runs layers with a sliding window block by block, which gives the
+    same numbers in linear time. The cache "dynamic" is transformers' `DynamicCache`, "state" is `favor.FavorCache`.
     """
 
     label: str
@@ -75,29 +69,6 @@ def variants(texts: Sequence[str]) -> list[Variant]:
     return [*exact, *(variant for variant in found if variant not in exact)]
 
 
-class Records:
-    """Results in lines of JSON, written one by one, so that a stopped run continues where it was."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self._known: dict[str, dict[str, Any]] = {}
-        for line in path.read_text().splitlines() if path.is_file() else ():
-            with contextlib.suppress(ValueError):  # a run was stopped while it wrote this line: it is measured again
-                record = json.loads(line)
-                self._known[json.dumps(record["of"], sort_keys=True)] = record["result"]
-
-    def find(self, of: Mapping[str, Any]) -> dict[str, Any] | None:
-        """Gives the result for a description, such as model, document and variant, or None if there is none yet."""
-        return self._known.get(json.dumps(of, sort_keys=True))
-
-    def add(self, of: Mapping[str, Any], result: dict[str, Any]) -> None:
-        """Adds a result, in memory and in the file."""
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        with self.path.open("a") as stream:  # the line break comes first: the line before may have been torn
-            stream.write("\n" + json.dumps({"of": dict(of), "result": result}))
-        self._known[json.dumps(of, sort_keys=True)] = result
-
-
 def options(parser: Parser, name: str) -> None:
     """Adds the options of both programs; `name` is the default file name of the results."""
     add = parser.add_argument
@@ -121,7 +92,7 @@ def prepare(parser: Parser, words: Sequence[str] | None) -> argparse.Namespace:
         arguments.variants = variants(arguments.backends)
     except TypeError as error:
         raise ValueError(str(error)) from error
-    arguments.records = Records(arguments.output_dir / f"{arguments.name}.jsonl")
+    arguments.records = report.Records(arguments.output_dir / f"{arguments.name}.jsonl")
     return arguments
 
 

@@ -13,7 +13,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from random import Random
-from typing import Any
+from typing import Any, NamedTuple
 
 from favor.train.text.samples import around
 from favor_command.saved import check_known
@@ -39,25 +39,16 @@ SPARE = 4
 
 @dataclass(frozen=True)
 class Question:
-    """A question about a document, as a text to complete.
-
-    Attributes:
-        task: name of the task.
-        text: end of the prompt.
-        target: the text that should come next, word for word; its likelihood is measured.
-        answers: texts that a generated answer should contain, all of equal weight.
-        depth: place of the fact; None if there are several facts.
-    """
+    """A question about a document, as a text to complete, the end of the prompt."""
 
     task: str
     text: str
-    target: str
-    answers: tuple[str, ...]
-    depth: float | None = None
+    target: str  # what should come next, word for word; its likelihood is measured
+    answers: tuple[str, ...]  # that a generated answer should contain, all of equal weight
+    depth: float | None = None  # place of the fact; None if there are several facts
 
 
-@dataclass(frozen=True)
-class Prompt:
+class Prompt(NamedTuple):
     """A question as tokens."""
 
     question: Question
@@ -172,15 +163,9 @@ class Haystack:
     def document(self, tasks: Sequence[str], length: int, case: int, depths: int, seed: int) -> Document:
         """Makes one document with the facts of some tasks; equal arguments give equal documents.
 
-        Args:
-            tasks: names of tasks; `common` cannot be combined with others.
-            length: tokens of the document with the longest question, without the answer.
-            case: number of the document. It chooses the depth.
-            depths: number of evenly spaced places that the cases take in turns.
-            seed: of all random choices.
-
-        Raises:
-            ValueError: if the facts and questions do not fit, or the text is too short.
+        With the longest question, without its answer, it has `length` tokens. The number of the document, `case`,
+        chooses one of so many evenly spaced `depths`. The task `common` cannot be combined with others. Raises
+        ValueError if facts and questions do not fit, or the text is too short.
         """
         source = Random(f"{seed} {' '.join(tasks)} {length} {case}")
         # The depths of the keys of a document are far from each other.

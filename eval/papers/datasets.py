@@ -53,15 +53,10 @@ class Dataset:
 
 
 def load(name: str, folder: Path | None) -> Dataset:
-    """Loads one data set by name.
+    """Loads one data set by name; raises ValueError if there is none, or its file cannot be read as a table.
 
-    Args:
-        name: name of a UCI set, or of a file NAME.csv (.data, .arff, .txt, also gzipped) in the folder, or one of
-            scikit-learn's sets iris, wine, breast_cancer, digits, which need no folder.
-        folder: folder of the files.
-
-    Raises:
-        ValueError: if there is no such set, or its file cannot be read as a table.
+    The name is that of a UCI set, or of a file NAME.csv (.data, .arff, .txt, also gzipped) in the folder, or of one of
+    scikit-learn's sets iris, wine, breast_cancer, digits, which need no folder.
     """
     if name in BUNDLED:
         bunch = getattr(bundled, f"load_{name}")()
@@ -113,14 +108,9 @@ def is_number(values: Sequence[str]) -> bool:
 
 def encode(columns: Sequence[Sequence[str]]) -> np.ndarray:
     """Encodes columns of text as numbers `[n, d]`: a column of numbers unchanged, any other one-hot."""
-    parts = []
-    for column in columns:
-        if is_number(column):
-            parts.append(np.array(column, dtype=np.float64)[:, None])
-        else:
-            text = np.array(column)
-            parts.append((text[:, None] == np.unique(text)).astype(np.float64))
-    return np.concatenate(parts, axis=1)
+    arrays = [(np.array(column)[:, None], is_number(column)) for column in columns]
+    parts = [text if numbers else text == np.unique(text) for text, numbers in arrays]
+    return np.concatenate([part.astype(np.float64) for part in parts], axis=1)
 
 
 def read_images(folder: Path, file: str, *names: str) -> list[np.ndarray]:

@@ -22,16 +22,17 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import sys
+import itertools
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from scipy import sparse
+from scipy import sparse, special
 from sklearn.datasets import load_breast_cancer, load_digits
 from sklearn.decomposition import NMF, PCA, KernelPCA
 from sklearn.ensemble import IsolationForest
@@ -79,19 +80,13 @@ Factors = tuple[np.ndarray, np.ndarray]
 Run = tuple[float, float]  # objective, seconds
 
 
-def wbc(malignant: np.ndarray | None = None) -> Rows:
-    """Gives all benign rows and some malignant rows, by default the first 21."""
+def wbc(seed: int | None = None) -> Rows:
+    """Gives all benign rows and 21 malignant rows, drawn by a seed, by default the first."""
     bunch = load_breast_cancer()
     ill = np.flatnonzero(bunch.target == 0)
-    chosen = ill[:MALIGNANT] if malignant is None else ill[malignant]
-    rows = np.concatenate((np.flatnonzero(bunch.target == 1), chosen))
+    order = np.arange(len(ill)) if seed is None else np.random.default_rng(seed).permutation(len(ill))
+    rows = np.concatenate((np.flatnonzero(bunch.target == 1), ill[order[:MALIGNANT]]))
     return bunch.data[rows], bunch.target[rows] == 0
-
-
-def wbc_draw(seed: int) -> Rows:
-    """Gives the data with 21 malignant rows drawn at random."""
-    ill = int((load_breast_cancer().target == 0).sum())
-    return wbc(np.random.default_rng(seed).permutation(ill)[:MALIGNANT])
 
 
 def keel_folder(given: Path | None) -> Path | None:
@@ -106,9 +101,8 @@ def keel(name: str, folder: Path) -> Rows:
     """Reads a data set of the KEEL repository, without columns that are constant; ValueError if its file is missing."""
     file, outlier = KEEL[name]
     if not (folder / file).is_file():
-        raise ValueError(
-            f"--keel_dir must be a folder with {', '.join(f for f, _ in KEEL.values())}; {file} is missing."
-        )
+        files = ", ".join(each for each, _ in KEEL.values())
+        raise ValueError(f"--keel_dir must be a folder with {files}; {file} is missing.")
     columns = list(zip(*read_rows(folder / file), strict=True))
     x = encode(columns[:-1])
     return x[:, x.std(0) > 0], np.array(columns[-1]) == outlier
@@ -152,7 +146,7 @@ def areas(data: Rows) -> dict[str, float]:
 
 def measure_outliers(keel_dir: Path | None) -> dict[str, Any]:
     """Measures areas by data set and method; mean and standard deviation over the random draws."""
-    several = [areas(wbc_draw(seed)) for seed in range(DRAWS)]
+    several = [areas(wbc(seed)) for seed in range(DRAWS)]
     folder = keel_folder(keel_dir)
     given = {FIRST: wbc()} | ({} if folder is None else {name: keel(name, folder) for name in KEEL})
     found = {name: areas(data) for name, data in given.items()}
@@ -201,11 +195,9 @@ def outlier_checks(result: Mapping[str, Any]) -> list[report.Check]:
         numbers = ", ".join(f"{l1:.3f} and {l2:.3f}" for l1, l2 in pairs)
         statement = f"outliers, {name}: L1 scores are above L2 scores with either kernel"
         found.append(report.Check(statement, numbers, all(l1 > l2 for l1, l2 in pairs)))
-    for name, published in THESIS.items():
-        here = areas.get(FIRST if name == "WBC" else name)
-        if here is None:
-            continue
-        off = {method: abs(here[method] - value) for method, value in zip(METHODS[:4], published, strict=False)}
+    known = {name: areas.get(FIRST if name == "WBC" else name) for name in THESIS}
+    for name, here in ((name, own) for name, own in known.items() if own is not None):
+        off = {method: abs(here[method] - value) for method, value in zip(METHODS[:4], THESIS[name], strict=False)}
         worst = max(off, key=off.__getitem__)
         statement = f"outliers, {name}: L1 and L2 are within {NEAR} of Table 2.2"
         found.append(report.Check(statement, f"at most {off[worst]:.3f} away, {worst}", off[worst] <= NEAR))
@@ -225,43 +217,33 @@ def problem(name: str) -> tuple[Any, int]:
     return (sparse.csr_matrix(counts) if name.endswith("sparse") else counts), 20
 
 
-def dense(V: Any) -> np.ndarray:
-    """Gives a matrix that is not sparse."""
-    return V.toarray() if sparse.issparse(V) else V
-
-
 def divergence(V: Any, W: np.ndarray, H: np.ndarray) -> float:
     """Computes the sum of V log(V / WH) - V + WH."""
-    values, product = dense(V), W @ H
-    there = values > 0
-    return float((values[there] * np.log(values[there] / product[there])).sum() - values.sum() + product.sum())
+    values, product = sparse.csr_matrix(V).toarray(), W @ H
+    return float(special.kl_div(values, product).sum())
 
 
 def start(V: Any, count: int, seed: int) -> Factors:
     """Draws uniform factors and updates them by one sweep of MU, H before W."""
-    values, source = dense(V), np.random.default_rng(seed)
+    values, source = sparse.csr_matrix(V).toarray(), np.random.default_rng(seed)
     W, H = source.uniform(size=(values.shape[0], count)), source.uniform(size=(count, values.shape[1]))
     H = H * (W.T @ (values / (W @ H))) / W.sum(0)[:, None]
     W = W * ((values / (W @ H)) @ H.T) / H.sum(1)
     return W, H
 
 
-def nmf_methods() -> dict[str, Callable[[int, int], Any]]:
-    """Gives the functions that make a solver for a number of components and of sweeps, by name."""
-
-    def mu(count: int, sweeps: int) -> NMF:
-        return NMF(count, init="custom", solver="mu", beta_loss="kullback-leibler", tol=0, max_iter=sweeps)
-
-    def ours(shift: float) -> Callable[[int, int], KLNMF]:
-        return lambda count, sweeps: KLNMF(count, init="custom", shift=shift, tol=0, max_iter=sweeps)
-
-    return {MU: mu} | {f"KLNMF, shift {shift:g}": ours(shift) for shift in SHIFTS}
+def nmf_methods() -> dict[str, Callable[..., Any]]:
+    """Gives the functions that make a solver for n_components and max_iter, by name."""
+    options: dict[str, Any] = {"init": "custom", "tol": 0}
+    return {MU: partial(NMF, solver="mu", beta_loss="kullback-leibler", **options)} | {
+        f"KLNMF, shift {shift:g}": partial(KLNMF, shift=shift, **options) for shift in SHIFTS
+    }
 
 
 def run(method: str, V: Any, count: int, sweeps: int, first: Factors) -> Run:
     """Runs one fit from the first factors; gives its objective and seconds."""
     W, H = first[0].copy(), first[1].copy()
-    model = nmf_methods()[method](count, sweeps)
+    model = nmf_methods()[method](n_components=count, max_iter=sweeps)
     clock = time.process_time()
     W = model.fit_transform(V, W=W, H=H)
     seconds = time.process_time() - clock
@@ -291,9 +273,8 @@ def measure_nmf() -> dict[str, Any]:
         for method in nmf_methods():  # what the first call loads is not timed
             run(method, V, count, 1, firsts[0])
         runs: dict[str, list[list[Run]]] = {method: [] for method in nmf_methods()}
-        for first in firsts:
-            for method, lines in runs.items():
-                lines.append([run(method, V, count, number, first) for number in SWEEPS])
+        for first, (method, lines) in itertools.product(firsts, runs.items()):
+            lines.append([run(method, V, count, number, first) for number in SWEEPS])
         found["sets"][name] = {
             "shape": list(V.shape),
             "components": count,
@@ -369,10 +350,8 @@ def plot_nmf(result: Mapping[str, Any], path: Path) -> None:
     """
     figure, grid = panels(len(result["sets"]), 2, 5, 2.8)
     for row, (name, found) in zip(grid, result["sets"].items(), strict=True):
-        means = {
-            method: np.mean(runs, 0) / np.min(np.mean([*found["objective"].values()], 1))
-            for method, runs in found["objective"].items()
-        }
+        lowest = np.min(np.mean([*found["objective"].values()], 1))
+        means = {method: np.mean(runs, 0) / lowest for method, runs in found["objective"].items()}
         for method, line in means.items():
             style = {"color": "black", "linestyle": "--"} if method == MU else {}
             row[0].plot(SWEEPS, line, marker=".", label=method, **style)
@@ -387,11 +366,11 @@ def plot_nmf(result: Mapping[str, Any], path: Path) -> None:
     save(figure, path, grid[0, 0])
 
 
-PARTS: dict[str, tuple[Callable[..., Any], ...]] = {  # lines, checks, figure
-    "outliers": (outlier_lines, outlier_checks),
-    "nmf": (nmf_lines, nmf_checks, plot_nmf),
-    "mixture": (power_methods.mixture_lines, power_methods.mixture_checks, power_methods.plot_mixture),
-    "pca": (power_methods.pca_lines, power_methods.pca_checks, power_methods.plot_pca),
+PARTS: dict[str, tuple[Callable[..., Any], ...]] = {  # measurement, lines, checks, figure
+    "outliers": (measure_outliers, outlier_lines, outlier_checks),
+    "nmf": (measure_nmf, nmf_lines, nmf_checks, plot_nmf),
+    "mixture": power_methods.MIXTURE,
+    "pca": power_methods.PCA,
 }
 
 
@@ -406,24 +385,18 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the program; returns 0, since the checks are claims of the source and not of the program."""
-    words = sys.argv[1:] if argv is None else list(argv)
-    arguments = parse_arguments(words)
+    arguments = parse_arguments(argv)
     torch.set_num_threads(1)
-    measures = {
-        "outliers": lambda: measure_outliers(arguments.keel_dir),
-        "nmf": measure_nmf,
-        "mixture": power_methods.measure_mixture,
-        "pca": power_methods.measure_pca,
-    }
-    command = report.shown_command("favor.eval.papers.decomposition", words, ["--keel_dir"], ["--output_dir"])
     text, found = ["# Scale-invariant decompositions"], []
-    content = report.context(command, ("scikit-learn", "scipy", "numpy")) | {"seed": 0, "parts": {}}
+    packages = ("scikit-learn", "scipy", "numpy")
+    content = report.context_of("favor.eval.papers.decomposition", argv, packages, ["--keel_dir"])
+    content |= {"seed": 0, "parts": {}}
     for part in (part for part in PARTS if part in arguments.parts):
+        measure, lines, checks, *plots = PARTS[part]
         begin = time.perf_counter()
         with threadpool_limits(1):
-            result = measures[part]()
+            result = measure(arguments.keel_dir) if part == "outliers" else measure()
         content["parts"][part] = {**result, "seconds": time.perf_counter() - begin}
-        lines, checks, *plots = PARTS[part]
         text += ["", *lines(result)]
         found += checks(result)
         for plot in plots:

@@ -13,10 +13,9 @@ from __future__ import annotations
 
 import argparse
 import copy
-import sys
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path
 from statistics import fmean
@@ -24,19 +23,19 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
 from transformers import PreTrainedModel
 
 import favor
-from favor import favor_attention
-from favor import features as families
-from favor.config import FavorConfig, feature_family
+from favor.eval.approximation import variants as measured
 from favor.eval.approximation.model import load, text_inputs
 from favor.eval.common import report
 from favor.eval.common.pretrained import PACKAGE, minilm_path
 from favor.eval.common.program import add_results, device_or_default
 from favor.eval.papers.common import panels, save
 from favor.integrations.adapt.observe import Observation, observe, relative_error
-from favor.integrations.layer import attention_modules, stored_parameters
+from favor.integrations.layer import attention_modules
+from favor.registry import family_of
 from favor.train.common.program import Parser, program
 from favor.train.text.samples import samples
 
@@ -54,18 +53,13 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--text", required=True, help="text to calibrate on: UTF-8, plain, .gz or .xz")
     parser.add_argument("--held_out", required=True, nargs="+", help="texts to measure on")
-    parser.add_argument("--max_length", type=int, default=256, help="tokens of a sample to calibrate on")
-    parser.add_argument(
-        "--held_out_length", type=int, help="tokens of a sample to measure on; default: that of --max_length"
-    )
-    parser.add_argument(
-        "--baselines", nargs="+", type=int, default=[64, 128, BASELINE, 256], help="features without weights"
-    )
-    parser.add_argument("--windows", nargs="+", type=int, default=[0, 64], help="tokens of exact blocks; 0: no blocks")
-    parser.add_argument(
-        "--backends", nargs="+", default=list(BACKENDS), metavar="NAME[:FEATURES]", help="backends to compare"
-    )
-    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1], help="seeds of the directions")
+    add = parser.add_argument
+    add("--max_length", type=int, default=256, help="tokens of a sample to calibrate on")
+    add("--held_out_length", type=int, help="tokens of a sample to measure on; default: that of --max_length")
+    add("--baselines", nargs="+", type=int, default=[64, 128, BASELINE, 256], help="features without weights")
+    add("--windows", nargs="+", type=int, default=[0, 64], help="tokens of exact blocks; 0: no blocks")
+    add("--backends", nargs="+", default=list(BACKENDS), metavar="NAME[:FEATURES]", help="backends to compare")
+    add("--seeds", nargs="+", type=int, default=[0, 1], help="seeds of the directions")
     add_results(parser, "feature_weights")
     return parser.parse_args(argv)
 
@@ -75,15 +69,7 @@ PLAIN, CALIBRATED, WEIGHTS, REFINED = "no weights", "calibrated, no weights", "w
 
 @dataclass(frozen=True)
 class Variant:
-    """A backend and the kind of its learned parameters.
-
-    Attributes:
-        backend: "favor+", "favor#" or one with a family, "favor#:sderf".
-        num_features: M.
-        window: tokens of exact blocks, 0 for no blocks.
-        kind: PLAIN, CALIBRATED, WEIGHTS or REFINED.
-        seed: draws the directions.
-    """
+    """A backend ("favor+", "favor#:sderf"), M, window, kind of learned parameters, and the seed of its directions."""
 
     backend: str
     num_features: int
@@ -91,20 +77,23 @@ class Variant:
     kind: str
     seed: int
 
-    def options(self) -> dict[str, Any]:
-        """Gives the options of the backend."""
-        features = self.backend.partition(":")[2] or None
-        own = {"num_features": self.num_features, "window": self.window, "seed": self.seed, "features": features}
-        return own | {"exact_below": 0, "statistics": "batch" if self.kind == PLAIN else "calibrated"}
-
     def calibrated(self, model: PreTrainedModel, batches: Iterable[dict[str, Tensor]]) -> PreTrainedModel:
         """Makes a calibrated copy of a model, with all that the variant learns."""
-        options = {name: value for name, value in self.options().items() if name != "statistics"}
+        name, _, features = self.backend.partition(":")
+        options: dict[str, Any] = {"num_features": self.num_features, "window": self.window, "seed": self.seed}
+        options |= {"features": features or None, "exact_below": 0}
         if self.kind != CALIBRATED:
-            options["feature_weights"] = True
-            options["refine_steps"] = None if self.kind == REFINED else 0
-        name = self.backend.partition(":")[0]
+            options |= {"feature_weights": True, "refine_steps": None if self.kind == REFINED else 0}
         return favor.calibrate(copy.deepcopy(model), batches, attn_implementation=name, **options)
+
+    def attention(self, model: PreTrainedModel | None, seen: Observation) -> Tensor:
+        """Computes the attention on queries, keys and values of a layer, with the parameters that the model holds."""
+        name, _, features = self.backend.partition(":")
+        stored = {} if model is None else {self.kind: attention_modules(model)}
+        kind = (None, "batch") if model is None else (self.kind, "calibrated")
+        own = measured.Variant(name, features or None, self.num_features, self.window, *kind)
+        heads = measured.HeadErrors([own], self.seed, converted=stored)
+        return heads.output(own, seen, torch.arange(seen.query.shape[2]))
 
 
 @dataclass
@@ -118,16 +107,12 @@ class Divergences:
     @torch.no_grad()
     def __call__(self, seen: Observation) -> None:
         """Adds one call of a layer, without padding."""
-        groups, keys = seen.query.shape[1] // seen.key.shape[1], seen.key.shape[2]
-        logits = seen.scale * seen.query @ seen.key.repeat_interleave(groups, 1).transpose(-1, -2)
-        if seen.is_causal:
-            later = torch.ones(logits.shape[-2:], dtype=torch.bool, device=logits.device).triu(1)
-            logits = logits.masked_fill(later, -torch.inf)
-        exact = logits.softmax(-1)
-        value = seen.value.repeat_interleave(groups, 1)
-        eye = torch.eye(keys, device=seen.key.device).expand(*seen.key.shape[:2], -1, -1)
+        value = seen.value.repeat_interleave(seen.query.shape[1] // seen.key.shape[1], 1)
+        eye = torch.eye(seen.key.shape[2], device=seen.key.device).expand(*seen.key.shape[:2], -1, -1)
+        options: dict[str, Any] = {"is_causal": seen.is_causal, "scale": seen.scale, "enable_gqa": True}
+        exact = scaled_dot_product_attention(seen.query, seen.key, eye, **options)
         for variant, model in self.models.items():
-            rows = attention(variant, model, seen, eye)
+            rows = variant.attention(model, seen._replace(value=eye, output=exact))
             least = torch.finfo(rows.dtype).tiny
             divergence = (torch.special.xlogy(exact, exact) - exact * rows.clamp(min=least).log()).sum(-1)
             # As numbers: small tensors between large ones would keep the memory of the large ones in use.
@@ -140,34 +125,15 @@ class Divergences:
         return divergence, error
 
 
-def attention(variant: Variant, model: PreTrainedModel | None, seen: Observation, value: Tensor) -> Tensor:
-    """Computes the attention of a variant, whose parameters the model holds, on queries and keys and given values."""
-    config = FavorConfig(**variant.options())
-    name, arguments = feature_family(variant.backend.partition(":")[0], config)
-    parameters = None if model is None else stored_parameters(attention_modules(model)[seen.layer])
-    return favor_attention(
-        seen.query,
-        seen.key,
-        value,
-        features=families.get(name, **arguments),
-        num_features=config.num_features,
-        is_causal=seen.is_causal,
-        scale=seen.scale,
-        seed=config.seed,
-        layer=seen.layer,
-        window=config.window if seen.is_self_attention else 0,
-        parameters=parameters,
-    )
-
-
 def variants(arguments: argparse.Namespace, window: int, seed: int) -> list[Variant]:
     """Lists all variants that are compared with one window and seed."""
     found = []
     for backend in arguments.backends:
-        family = feature_family(backend.partition(":")[0], FavorConfig(features=backend.partition(":")[2] or None))[0]
-        kinds = [PLAIN, *([CALIBRATED] if families.REGISTRY[family].needs_statistics else [])]
+        name, _, features = backend.partition(":")
+        family = family_of(name, features or None)
+        kinds = [PLAIN, *([CALIBRATED] if family.needs_statistics else [])]
         found += [Variant(backend, m, window, kind, seed) for kind in kinds for m in arguments.baselines]
-        learned = [WEIGHTS, *([REFINED] if families.REGISTRY[family].learns_matrices else [])]
+        learned = [WEIGHTS, *([REFINED] if family.learns_matrices else [])]
         found += [Variant(backend, NUM_FEATURES, window, kind, seed) for kind in learned]
     return found
 
@@ -199,13 +165,11 @@ def main(argv: Sequence[str] | None = None) -> int:
                 with torch.no_grad(), observe(model, found[name]):
                     for sample in ids.split(1):
                         model(**text_inputs(model, sample))
-    files = report.local_names(argv if argv is not None else sys.argv[1:])
-    command = report.shown_command("favor.eval.papers.feature_weights", files, (), ("--output_dir", "--name"))
     rows = summary(arguments, found, seconds)
     lines = report_lines(arguments, rows, Path(path).name if arguments.model else f"the MiniLM of {PACKAGE}")
     plot(rows, arguments.output_dir / f"{arguments.name}.png")
-    content = report.context(command, ("transformers",)) | {"rows": rows, "seeds": arguments.seeds}
-    report.finish(arguments, lines, content, acceptance(rows))
+    content = report.context_of("favor.eval.papers.feature_weights", argv, ("transformers",))
+    report.finish(arguments, lines, content | {"rows": rows, "seeds": arguments.seeds}, acceptance(rows))
     return 0
 
 
@@ -217,7 +181,7 @@ def summary(
     for name, own in found.items():
         for window in arguments.windows:
             for first in variants(arguments, window, arguments.seeds[0]):
-                same = [Variant(first.backend, first.num_features, window, first.kind, s) for s in arguments.seeds]
+                same = [replace(first, seed=seed) for seed in arguments.seeds]
                 divergence, error = own.means(same)
                 row = {"text": name, "window": window, "backend": first.backend, "kind": first.kind}
                 took = sorted(seconds[v] for v in same)[len(same) // 2]
@@ -235,10 +199,8 @@ def acceptance(rows: Sequence[dict[str, Any]]) -> list[report.Check]:
         same = [r for r in rows if all(r[key] == row[key] for key in ("text", "window", "backend"))]
         plain = [r["kl"] for r in same if r["M"] == BASELINE and r["kind"] in (PLAIN, CALIBRATED)]
         if plain:
-            statement = (
-                f"{row['backend']}, window {row['window']}, {row['text']}: mean row KL with {NUM_FEATURES} weighted "
-                f"features is at most that of {BASELINE} without weights, whatever their statistics"
-            )
+            statement = f"{row['backend']}, window {row['window']}, {row['text']}: mean row KL with {NUM_FEATURES} "
+            statement += f"weighted features is at most that of {BASELINE} without weights, whatever their statistics"
             checks.append(report.Check(statement, f"{row['kl']:.3f} to {min(plain):.3f}", row["kl"] <= min(plain)))
     return checks
 
@@ -256,12 +218,9 @@ def report_lines(arguments: argparse.Namespace, rows: Sequence[dict[str, Any]], 
     ]
     header = ["backend", "learned", "M", "KL", "error", "seconds"]
     for title, own in by_panel(rows).items():
-        cells = [
-            [r["backend"], r["kind"], str(r["M"]), f"{r['kl']:.3f}", f"{r['error']:.3f}", f"{r['seconds']:.0f}"]
-            for r in own
-        ]
-        plain = [[*cell[:-1], "" if cell[1] == PLAIN else cell[-1]] for cell in cells]
-        lines += ["", f"## {title}", "", *report.table(header, plain)]
+        cells = [[r["backend"], r["kind"], str(r["M"]), f"{r['kl']:.3f}", f"{r['error']:.3f}"] for r in own]
+        cells = [[*c, "" if r["kind"] == PLAIN else f"{r['seconds']:.0f}"] for c, r in zip(cells, own, strict=True)]
+        lines += ["", f"## {title}", "", *report.table(header, cells)]
     return lines
 
 

@@ -19,13 +19,11 @@ from __future__ import annotations
 
 import argparse
 import inspect
-import itertools
 import json
 import math
 import statistics
-import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -53,13 +51,8 @@ NEEDED = {"fashion": "images_dir", "sst2": "glue_dir", "text": "text"}
 MILESTONES = (1, 2, 5)
 SEEDS = 5
 NOT_TUNED = ("head", "process_group", "capture")  # parameters of SoftmaxBound that do not change its steps
-NAMES = {
-    "adamw": "AdamW",
-    "sgd": "SGD",
-    "bound": "SoftmaxBound",
-    "defaults": "SoftmaxBound, defaults",
-    "recommended": "SoftmaxBound, recommended",
-}
+NAMES = {"adamw": "AdamW", "sgd": "SGD", "bound": "SoftmaxBound"}
+NAMES |= {name: f"SoftmaxBound, {name}" for name in ("defaults", "recommended")}
 COLORS = {"adamw": "C0", "sgd": "C7", "bound": "C3", "defaults": "C1", "recommended": "C1"}
 
 Config = dict[str, Any]
@@ -70,14 +63,9 @@ Run = Mapping[str, Any]
 class Grid:
     """The configurations of a task: every learning rate of the body with every choice for the output layer.
 
-    Attributes:
-        body: learning rates of the body.
-        adamw: learning rates of AdamW for the output layer.
-        bound: options of SoftmaxBound, at most as many as learning rates in `adamw`.
-        recommended: options that the documentation recommends if SoftmaxBound's defaults are not meant for the task.
-        sgd: learning rates of gradient descent for the output layer.
-        finalists: number of configurations per optimizer that run beyond the second milestone; 0 means all.
-        seeds: number of seeds whose mean training loss decides.
+    These are learning rates of AdamW and of gradient descent, and options of SoftmaxBound, at most as many as of AdamW;
+    `recommended` stands in for SoftmaxBound's defaults if these are not meant for the task. `finalists` per optimizer
+    run beyond the second milestone (0: all). The mean training loss over `seeds` decides.
     """
 
     body: tuple[float, ...]
@@ -96,16 +84,14 @@ class Grid:
 
     def at_edge(self, config: Config) -> bool:
         """Tells whether a learning rate of a configuration is the first or last of those that were tried."""
-        varied = tuple({options["lr"] for options in self.bound if "lr" in options})
-        bound = varied if len(varied) > 1 else ()
-        tried = {"adamw": self.adamw, "sgd": self.sgd, "bound": bound}[config["head"]]
-        edges = {min(self.body), max(self.body)}
-        return config["body_lr"] in edges or (bool(tried) and config["lr"] in (min(tried), max(tried)))
+        tried = {"adamw": self.adamw, "sgd": self.sgd, "bound": {o["lr"] for o in self.bound if "lr" in o}}
+        rates = tried[config["head"]]
+        at_end = len(rates) > 1 and config["lr"] in (min(rates), max(rates))
+        return at_end or config["body_lr"] in (min(self.body), max(self.body))
 
 
 def _bound_grid(curvatures: Sequence[str], dampings: Sequence[float]) -> tuple[Config, ...]:
-    pairs = itertools.product(curvatures, dampings)
-    return tuple({"curvature": curvature, "damping": damping} for curvature, damping in pairs)
+    return tuple({"curvature": own, "damping": damping} for own in curvatures for damping in dampings)
 
 
 # The recommendation for thousands of labels.
@@ -144,13 +130,11 @@ def config_of(head: str, body_lr: float, **options: Any) -> Config:
 
 def label(config: Config) -> str:
     """Describes a configuration in words: learning rates, and those options of SoftmaxBound that are usually varied."""
-    words = [f"body {config['body_lr']:g}"]
-    if config["head"] == "bound":
-        words += [config["curvature"], f"damping {config['damping']:g}"]
-        words += [f"{name} {config[name]:g}" for name in ("lr", "curvature_ema")]
-    else:
-        words.append(f"head {config['lr']:g}")
-    return ", ".join(words)
+    body = f"body {config['body_lr']:g}"
+    if config["head"] != "bound":
+        return f"{body}, head {config['lr']:g}"
+    numbers = (f"{name} {config[name]:g}" for name in ("damping", "lr", "curvature_ema"))
+    return ", ".join([body, config["curvature"], *numbers])
 
 
 def optimizers(model: nn.Module, head: nn.Linear, config: Config) -> list[Optimizer]:
@@ -160,9 +144,7 @@ def optimizers(model: nn.Module, head: nn.Linear, config: Config) -> list[Optimi
     body = AdamW([p for p in model.parameters() if id(p) not in own], lr=config["body_lr"], weight_decay=0.0)
     if config["head"] == "bound":
         return [body, SoftmaxBound(head, **options)]
-    if config["head"] == "sgd":
-        return [body, SGD(head.parameters(), **options)]
-    return [body, AdamW(head.parameters(), weight_decay=0.0, **options)]
+    return [body, (SGD if config["head"] == "sgd" else AdamW)(head.parameters(), weight_decay=0.0, **options)]
 
 
 def train(task: HeadTask, config: Config, seed: int, milestones: Sequence[int]) -> dict[str, Any]:
@@ -179,12 +161,8 @@ def train(task: HeadTask, config: Config, seed: int, milestones: Sequence[int]) 
     both = optimizers(model, head, config)
     torch.manual_seed(mix(seed, 1))
     order = EpochSampler(len(task.data["train"][1]), seed)
-    found: dict[str, Any] = {
-        "train": {str(epochs): math.inf for epochs in milestones},
-        "test": {str(epochs): [math.inf, 0.0] for epochs in milestones},
-        "steps": [],
-        "seconds": [],
-    }
+    found: dict[str, Any] = {"train": {str(epochs): math.inf for epochs in milestones}, "steps": [], "seconds": []}
+    found["test"] = {str(epochs): [math.inf, 0.0] for epochs in milestones}
     for epoch in range(max(milestones)):
         order.set_epoch(epoch)
         start = time.perf_counter()
@@ -207,38 +185,20 @@ def train(task: HeadTask, config: Config, seed: int, milestones: Sequence[int]) 
     return found
 
 
-class Runs:
+class Runs(report.Records):
     """Training runs, each done once and kept in a file of JSON lines."""
 
     def __init__(self, path: Path | None) -> None:
-        self.path = path
-        self.known: dict[str, Run] = {}
-        if path is not None and path.is_file():
-            for line in path.read_text().splitlines():
-                try:
-                    record = json.loads(line)
-                except ValueError:
-                    continue  # a run was stopped while it wrote this line: it is done again
-                self._keep(record["key"], record["run"])
-
-    def _keep(self, key: str, run: Run) -> None:
-        # A longer run holds all results of a shorter one.
-        if len(run["train"]) >= len(self.known.get(key, {"train": {}})["train"]):
-            self.known[key] = run
+        super().__init__(path, ("key", "run"))
 
     def get(self, task: HeadTask, config: Config, seed: int, milestones: Sequence[int]) -> Run:
-        """Gives a run: from the file if it has all milestones, else a new one."""
+        """Gives a run: from the file if it has all milestones, else a new one, which then takes its place."""
         key = json.dumps({"task": task.name, **task.settings, "config": config, "seed": seed}, sort_keys=True)
-        found = self.known.get(key)
+        found = self.find(key)
         if found is not None and all(str(epochs) in found["train"] for epochs in milestones):
             return found
         run = train(task, config, seed, milestones)
-        self._keep(key, run)
-        if self.path is not None:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            torn = self.path.is_file() and not self.path.read_bytes().endswith(b"\n")
-            with self.path.open("a") as stream:
-                stream.write(("\n" if torn else "") + json.dumps({"key": key, "run": run}) + "\n")
+        self.add(key, run)
         losses = " ".join(f"{loss:.4f}" for loss in run["train"].values())
         print(f"{task.name}: {config['head']}, {label(config)}, seed {seed}: {losses}", flush=True)
         return run
@@ -272,17 +232,16 @@ def select(runs: Runs, task: HeadTask, grid: Grid, head: str) -> dict[int, Confi
     early = MILESTONES[:2] if grid.finalists else MILESTONES
     winners: dict[int, Config] = {}
 
-    def loss_after(epochs: int, among: Sequence[int]) -> Callable[[Config], float]:
-        return lambda config: sum(
-            runs.get(task, config, seed, among)["train"][str(epochs)] for seed in range(grid.seeds)
-        )
-
-    for epochs in early:
-        winners[epochs] = min(configs, key=loss_after(epochs, early))
-    if len(early) < len(MILESTONES):
-        configs = sorted(configs, key=loss_after(early[-1], early))[: grid.finalists]
-    for epochs in MILESTONES[len(early) :]:
-        winners[epochs] = min(configs, key=loss_after(epochs, MILESTONES))
+    for epochs in MILESTONES:
+        among = early if epochs in early else MILESTONES
+        losses = [
+            sum(runs.get(task, config, seed, among)["train"][str(epochs)] for seed in range(grid.seeds))
+            for config in configs
+        ]
+        order = sorted(range(len(configs)), key=losses.__getitem__)
+        winners[epochs] = configs[order[0]]
+        if grid.finalists and epochs == early[-1]:
+            configs = [configs[place] for place in order[: grid.finalists]]
     return winners
 
 
@@ -293,7 +252,7 @@ def compare(runs: Runs, task: HeadTask, grid: Grid) -> tuple[list[Entry], dict[s
     untuned, options = ("defaults", {}) if grid.recommended is None else ("recommended", grid.recommended)
     replaced = {epochs: config_of("bound", c["body_lr"], **options) for epochs, c in best["adamw"].items()}
     entries: list[Entry] = []
-    steps: dict[str, list[list[float]]] = {}
+    steps: dict[str, list[list[float]]] = {}  # of the longest runs
     for method, winners in (best | {untuned: replaced}).items():
         # The longest first: a longer run of one configuration also holds the results of the shorter ones.
         for epochs in sorted(winners, reverse=True):
@@ -337,19 +296,11 @@ def report_lines(results: Mapping[str, Sequence[Entry]], tasks: Mapping[str, Hea
             group = [other for other in entries if other.epochs == entry.epochs]
             lowest = min(float(np.mean(other.train)) for other in group)
             rival = next(other for other in group if other.method == "adamw")
-            loss = _spread(entry.train)
-            rows.append(
-                [
-                    NAMES[entry.method],
-                    str(entry.epochs),
-                    label(entry.config) + (" (edge)" if entry.at_edge else ""),
-                    f"**{loss}**" if np.mean(entry.train) == lowest else loss,
-                    "" if entry is rival else _wins(entry, rival),
-                    _spread(entry.test),
-                    f"{100 * np.mean(entry.accuracy):.1f}",
-                    f"{entry.seconds:.2f}",
-                ]
-            )
+            loss, edge = _spread(entry.train), " (edge)" if entry.at_edge else ""
+            row = [NAMES[entry.method], str(entry.epochs), f"{label(entry.config)}{edge}"]
+            row += [f"**{loss}**" if np.mean(entry.train) == lowest else loss]
+            row += ["" if entry is rival else _wins(entry, rival), _spread(entry.test)]
+            rows.append([*row, f"{100 * np.mean(entry.accuracy):.1f}", f"{entry.seconds:.2f}"])
         lines += ["", f"## {name}", "", tasks[name].about, "", *report.table([*header, "s/epoch"], rows)]
     return lines
 
@@ -361,9 +312,8 @@ def _spread(values: Sequence[float]) -> str:
 def settings_text(tasks: Sequence[str]) -> str:
     """Explains in words how the measurements were made."""
     grids = {name: GRIDS[name] for name in tasks}
-    counts = ", ".join(
-        f"{len(grid.configs('adamw'))} and {len(grid.configs('bound'))} ({name})" for name, grid in grids.items()
-    )
+    pairs = [(len(grid.configs("adamw")), len(grid.configs("bound")), name) for name, grid in grids.items()]
+    counts = ", ".join(f"{adamw} and {bound} ({name})" for adamw, bound, name in pairs)
     text = (
         "The body of each network trains with AdamW, its output layer as the row says. Learning rates are constant, "
         f"weight decay is 0. Configurations tried for AdamW and for SoftmaxBound: {counts}. The one with the "
@@ -420,21 +370,18 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the program; returns the exit code, 1 if a check does not hold."""
-    words = sys.argv[1:] if argv is None else list(argv)
-    arguments = parse_arguments(words)
+    arguments = parse_arguments(argv)
     torch.set_num_threads(1)
     runs = Runs(arguments.runs_file)
     tasks = {name: TASKS[name](arguments) for name in arguments.tasks}
     found = {name: compare(runs, task, GRIDS[name]) for name, task in tasks.items()}
     results = {name: entries for name, (entries, _) in found.items()}
     plot({name: steps for name, (_, steps) in found.items()}, arguments.output_dir / f"{arguments.name}.png")
-    folders = ["--images_dir", "--glue_dir", "--text"]
-    command = report.shown_command("favor.eval.papers.head_optimizer", words, folders, ["--output_dir", "--runs_file"])
-    of_task = {
-        name: {"settings": dict(tasks[name].settings), "entries": list(map(asdict, entries))}
-        for name, entries in results.items()
-    }
-    content = report.context(command, ("transformers", "numpy")) | {"seeds": SEEDS, "tasks": of_task}
+    rows = {name: [*map(asdict, entries)] for name, entries in results.items()}
+    of_task = {name: {"settings": dict(tasks[name].settings), "entries": rows[name]} for name in tasks}
+    context: Any = ("favor.eval.papers.head_optimizer", argv, ("transformers", "numpy"))
+    content = report.context_of(*context, ["--images_dir", "--glue_dir", "--text"], "--runs_file")
+    content |= {"seeds": SEEDS, "tasks": of_task}
     return report.finish(arguments, report_lines(results, tasks), content, checks(results))
 
 

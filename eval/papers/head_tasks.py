@@ -27,28 +27,18 @@ IMAGES = "fashion_mnist_10k.npz"
 
 @dataclass(frozen=True)
 class HeadTask:
-    """A network whose last layer is a softmax layer, and its data.
-
-    Attributes:
-        name: name of the task.
-        data: inputs and labels by part: "train", "measured" (the training samples on which the training loss is
-            measured) and "test". Labels are `[n]` or, for every token, `[n, L]`.
-        build: makes a new model, with torch's global generator.
-        head: name of the output layer in the model, an `nn.Linear`.
-        logits: computes logits `[..., labels]` from model and inputs.
-        batch_size: rows of a batch.
-        settings: values that, with the seed, determine the data and the model.
-        about: one sentence for the report.
-    """
+    """A network whose last layer is a softmax layer, and its data."""
 
     name: str
+    # Inputs and labels by part: "train", "measured" (the training samples on which the training loss is measured) and
+    # "test". Labels are `[n]` or, for every token, `[n, L]`.
     data: Mapping[str, tuple[Tensor, Tensor]]
-    build: Callable[[], nn.Module]
-    head: str
-    logits: Callable[[nn.Module, Tensor], Tensor]
+    build: Callable[[], nn.Module]  # makes a new model, with torch's global generator
+    head: str  # name of the output layer in the model, an `nn.Linear`
+    logits: Callable[[nn.Module, Tensor], Tensor]  # `[..., labels]` from model and inputs
     batch_size: int
-    settings: Mapping[str, Any]
-    about: str
+    settings: Mapping[str, Any]  # with the seed, they determine the data and the model
+    about: str  # one sentence for the report
 
     def loss(self, model: nn.Module, rows: Tensor, part: str = "train") -> tuple[Tensor, Tensor]:
         """Computes the mean cross entropy over the labels of some rows, and how many labels have the largest logit."""
@@ -94,16 +84,11 @@ def fashion(folder: Path, width: int = 128, batch_size: int = 128) -> HeadTask:
 
 
 def sst2(
-    folder: Path | None,
-    samples: int = 640,
-    measured: int = 320,
-    test: int = 436,
-    batch_size: int = 32,
-    path: Path | None = None,
+    folder: Path | None, samples: int = 640, measured: int = 320, test: int = 436, batch_size: int = 32, path: str = ""
 ) -> HeadTask:
     """Makes the task SST-2, 2 labels, with the pretrained MiniLM as the body and a new classification layer."""
-    path = minilm_path() if path is None else path
-    tokenizer = load_processor(str(path))
+    path = str(path or minilm_path())
+    tokenizer = load_processor(path)
     data = load_glue("sst2", folder)
     order = torch.randperm(len(data.train), generator=torch.Generator().manual_seed(0))[:samples]
     train, dev = data.train.select(order.tolist()), data.evaluation["validation"]
@@ -121,7 +106,7 @@ def sst2(
     return HeadTask(
         "sst2",
         parts,
-        lambda: load_model(AutoModelForSequenceClassification, str(path), num_labels=2),
+        lambda: load_model(AutoModelForSequenceClassification, path, num_labels=2),
         "classifier",
         logits,
         batch_size,

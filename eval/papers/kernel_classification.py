@@ -19,7 +19,6 @@ from __future__ import annotations
 import argparse
 import itertools
 import math
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -61,15 +60,12 @@ def split(dataset: Dataset) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray
     held = round(0.05 * number)
     if held < 1:
         raise ValueError(f"{dataset.name}: 5 % of {number} rows is no row; at least 10 are needed.")
-    bounds = {"train": (0, number - 2 * held), "validation": (number - 2 * held, number - held)}
-    bounds["test"] = (number - held, number)
-    train = dataset.x[: number - 2 * held]
+    ends, parts = (number - 2 * held, number - held), ("train", "validation", "test")
+    train = dataset.x[: ends[0]]
     spread = train.std(0)
     scaled = (dataset.x - train.mean(0)) / np.where(spread > 0, spread, 1.0)
-    return (
-        {part: scaled[low:high] for part, (low, high) in bounds.items()},
-        {part: dataset.labels[low:high] for part, (low, high) in bounds.items()},
-    )
+    inputs, labels = (dict(zip(parts, np.split(rows, ends), strict=True)) for rows in (scaled, dataset.labels))
+    return inputs, labels
 
 
 def columns_of(method: str, count: int, largest: int) -> Tensor:
@@ -77,8 +73,7 @@ def columns_of(method: str, count: int, largest: int) -> Tensor:
     paired = method == "trig" or (method in POSITIVE and features.get(method).antithetic)
     if not paired:
         return torch.arange(count)
-    half = torch.arange(count // 2)
-    return torch.cat((half, largest // 2 + half))
+    return torch.cat((torch.arange(count // 2), largest // 2 + torch.arange(count // 2)))
 
 
 def accuracies(
@@ -86,23 +81,14 @@ def accuracies(
 ) -> np.ndarray:
     """Computes the accuracy of the classifier for every number of features and seed, `[len(counts), len(seeds)]`.
 
-    Args:
-        method: one of METHODS.
-        x: queries `[Q, d]` times s, float64.
-        y: training inputs `[N, d]` times s, float64.
-        targets: labels of the queries, `[Q]`.
-        onehot: labels of the training inputs, `[N, C]` float32.
-        counts: numbers of features; even for "trig" and for families with opposite pairs.
-        seeds: one draw per seed.
+    Queries x `[Q, d]` and training inputs y `[N, d]` are multiplied by s, float64. Labels of queries are the `targets`
+    `[Q]`, those of training inputs are `onehot`, `[N, C]` float32. Counts are even for "trig" and families with pairs.
     """
     picks = [columns_of(method, count, max(counts)) for count in counts]
-    found = np.empty((len(counts), len(seeds)))
     scores = scorer(method, x, y, onehot, max(counts))
-    for i, seed in enumerate(seeds):
-        # One seed at a time: then the large matrix, training set by features, stays in cache.
-        for j, result in enumerate(scores(seed, picks)):
-            found[j, i] = (result.argmax(-1) == targets).double().mean().item()
-    return found
+    # One seed at a time: then the large matrix, training set by features, stays in cache.
+    right = [[(each.argmax(-1) == targets).double().mean().item() for each in scores(seed, picks)] for seed in seeds]
+    return np.array(right).T
 
 
 def scorer(method: str, x: Tensor, y: Tensor, onehot: Tensor, largest: int) -> Scores:
@@ -132,11 +118,8 @@ def scorer(method: str, x: Tensor, y: Tensor, onehot: Tensor, largest: int) -> S
             votes.append(log_phi.sub_(top[-1]).exp_().T @ onehot)
         vote = torch.cat(votes)
         log_query = x.float() @ to_query.float().T + torch.cat(top)
-        results = []
-        for pick in picks:
-            logs = log_query[:, pick]
-            results.append((logs - logs.amax(-1, keepdim=True)).exp() @ vote[pick])
-        return results
+        picked = [(log_query[:, pick], vote[pick]) for pick in picks]
+        return [(logs - logs.amax(-1, keepdim=True)).exp() @ own for logs, own in picked]
 
     return scores
 
@@ -158,13 +141,12 @@ def _signed_scores(
 
 def exact_accuracy(x: Tensor, y: Tensor, targets: Tensor, onehot: Tensor) -> float:
     """Computes the accuracy with the kernel itself; arguments are those of `accuracies`."""
-    right = 0
-    for rows, labels in zip(x.split(256), targets.split(256), strict=True):
+    guesses = []
+    for rows in x.split(256):
         # |x|^2 does not change the order of a query's scores.
         logits = rows @ y.T - y.square().sum(-1) / 2
-        weights = (logits - logits.amax(-1, keepdim=True)).exp()
-        right += int(((weights @ onehot.double()).argmax(-1) == labels).sum())
-    return right / len(x)
+        guesses.append((logits.softmax(-1) @ onehot.double()).argmax(-1))
+    return (torch.cat(guesses) == targets).double().mean().item()
 
 
 def evaluate(dataset: Dataset) -> dict[str, Any]:
@@ -174,9 +156,8 @@ def evaluate(dataset: Dataset) -> dict[str, Any]:
         "exact": scale and test accuracy of the kernel; "majority": test accuracy of the commonest training class;
         "methods": {method: {M: {"scale", "validation", "test" (mean), "std" (over draws)}}}.
     """
-    inputs, labels = split(dataset)
-    parts = {name: torch.from_numpy(rows) for name, rows in inputs.items()}
-    targets = {name: torch.from_numpy(values) for name, values in labels.items()}
+    inputs = split(dataset)
+    parts, targets = ({name: torch.from_numpy(rows) for name, rows in own.items()} for own in inputs)
     onehot = torch.nn.functional.one_hot(targets["train"], dataset.classes).float()
 
     def exact(part: str, scale: float) -> float:
@@ -188,7 +169,7 @@ def evaluate(dataset: Dataset) -> dict[str, Any]:
 
     best = SCALES[int(np.argmax([exact("validation", s) for s in SCALES]))]
     result: dict[str, Any] = {
-        "sizes": {name: len(rows) for name, rows in inputs.items()},
+        "sizes": {name: len(rows) for name, rows in parts.items()},
         "exact": {"scale": best, "test": exact("test", best)},
         "majority": float((targets["test"] == onehot.sum(0).argmax()).double().mean()),
         "methods": {},
@@ -197,24 +178,17 @@ def evaluate(dataset: Dataset) -> dict[str, Any]:
         validation = np.stack([run(method, "validation", s, 0).mean(-1) for s in SCALES])  # [scales, counts]
         chosen = validation.argmax(0)
         test = {number: run(method, "test", SCALES[number], FIRST_TEST_SEED) for number in set(chosen.tolist())}
-        result["methods"][method] = {
-            str(count): {
-                "scale": SCALES[number],
-                "validation": float(validation[number, i]),
-                "test": float(test[number][i].mean()),
-                "std": float(test[number][i].std(ddof=1)),
-            }
-            for i, (count, number) in enumerate(zip(COUNTS, chosen.tolist(), strict=True))
-        }
+        cells = result["methods"].setdefault(method, {})
+        for i, (count, number) in enumerate(zip(COUNTS, chosen.tolist(), strict=True)):
+            own, cell = test[number][i], {"scale": SCALES[number], "validation": float(validation[number, i])}
+            cells[str(count)] = cell | {"test": float(own.mean()), "std": float(own.std(ddof=1))}
     return result
 
 
 def curve(results: Sequence[Mapping[str, Any]], method: str) -> list[float]:
     """Computes test accuracies in %, the mean over splits and data sets, for every number of features."""
-    return [
-        100 * float(np.mean([[s["methods"][method][str(count)]["test"] for s in r["splits"]] for r in results]))
-        for count in COUNTS
-    ]
+    methods = [[split["methods"][method] for split in result["splits"]] for result in results]
+    return [100 * float(np.mean([[own[str(m)]["test"] for own in splits] for splits in methods])) for m in COUNTS]
 
 
 def checks(results: Results) -> list[report.Check]:
@@ -240,7 +214,7 @@ def report_lines(results: Results, shuffles: int) -> list[str]:
         "",
         *_table(every),
         "",
-        f"Exact kernel {_percent(every, 'exact'):.1f}, most common class {_percent(every, 'majority'):.1f}.",
+        _baselines(every),
     ]
     for name, result in results.items():
         sizes = result["splits"][0]["sizes"]
@@ -249,9 +223,8 @@ def report_lines(results: Results, shuffles: int) -> list[str]:
             f"## {name}",
             "",
             f"{result['rows']} rows, {result['dim']} columns after encoding, {result['classes']} classes; "
-            f"{sizes['train']} training, {sizes['validation']} validation, {sizes['test']} test rows. Exact kernel "
-            f"{_percent([result], 'exact'):.1f}, most common class {_percent([result], 'majority'):.1f}. In brackets: "
-            "standard deviation over draws, chosen s"
+            f"{sizes['train']} training, {sizes['validation']} validation, {sizes['test']} test rows. "
+            f"{_baselines([result])} In brackets: standard deviation over draws, chosen s"
             + (" (both the mean, that of s geometric, over splits)." if shuffles > 1 else "."),
             "",
             *_table([result]),
@@ -286,21 +259,24 @@ def _percent(results: Sequence[Mapping[str, Any]], key: str) -> float:
     return 100 * float(np.mean(values))
 
 
+def _baselines(results: Sequence[Mapping[str, Any]]) -> str:
+    return f"Exact kernel {_percent(results, 'exact'):.1f}, most common class {_percent(results, 'majority'):.1f}."
+
+
 def _table(results: Sequence[Mapping[str, Any]]) -> list[str]:
     """Writes a row per method; for a single data set with deviations and scales."""
     values = {method: curve(results, method) for method in METHODS}
     best = [max(column) for column in zip(*values.values(), strict=True)]
     rows = []
     for method, row in values.items():
-        cells = []
+        rows.append([method])
         for count, value, most in zip(COUNTS, row, best, strict=True):
             text = f"**{value:.1f}**" if value == most else f"{value:.1f}"
             if len(results) == 1:
                 runs = [s["methods"][method][str(count)] for s in results[0]["splits"]]
                 scale = math.exp(np.mean([math.log(run["scale"]) for run in runs]))
                 text += f" ({100 * np.mean([run['std'] for run in runs]):.1f}, {scale:.2g})"
-            cells.append(text)
-        rows.append([method, *cells])
+            rows[-1].append(text)
     return report.table(["method", *(f"M = {count}" for count in COUNTS)], rows)
 
 
@@ -321,11 +297,10 @@ def plot(results: Results, path: Path) -> None:
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     """Parses the arguments; ends the program for bad ones."""
     parser = Parser("favor.eval.papers.kernel_classification", __doc__)
-    parser.add_argument("--data_dir", type=Path, help="folder of data files; default: scikit-learn's bundled sets")
-    parser.add_argument(
-        "--datasets", nargs="+", help="data sets; default: the eight UCI sets, without a folder the bundled ones"
-    )
-    parser.add_argument("--shuffles", type=int, default=1, help="shuffles of each data set; results are their mean")
+    add = parser.add_argument
+    add("--data_dir", type=Path, help="folder of data files; default: scikit-learn's bundled sets")
+    add("--datasets", nargs="+", help="data sets; default: the eight UCI sets, without a folder the bundled ones")
+    add("--shuffles", type=int, default=1, help="shuffles of each data set; results are their mean")
     add_results(parser, "kernel_classification")
     arguments = parser.parse_args(argv)
     if arguments.shuffles < 1:
@@ -335,8 +310,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the program; returns the exit code, 1 if a check does not hold."""
-    words = sys.argv[1:] if argv is None else list(argv)
-    arguments = parse_arguments(words)
+    arguments = parse_arguments(argv)
     results = {}
     for name in arguments.datasets or (UCI if arguments.data_dir else BUNDLED):
         dataset = load(name, arguments.data_dir)
@@ -345,9 +319,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         results[name] = {**shape, "splits": splits}
         print(f"{name}: " + "\n".join(_table([results[name]])), flush=True)
     plot(results, arguments.output_dir / f"{arguments.name}.png")
-    command = report.shown_command("favor.eval.papers.kernel_classification", words, ["--data_dir"], ["--output_dir"])
-    settings = {"feature_seeds": DRAWS, "scales": SCALES, "num_features": COUNTS}
-    content = report.context(command) | settings | {"datasets": results}
+    packages = ("scikit-learn", "numpy")
+    content = report.context_of("favor.eval.papers.kernel_classification", argv, packages, ["--data_dir"])
+    content |= {"feature_seeds": DRAWS, "scales": SCALES, "num_features": COUNTS, "datasets": results}
     return report.finish(arguments, report_lines(results, arguments.shuffles), content, checks(results))
 
 

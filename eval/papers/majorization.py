@@ -27,7 +27,6 @@ from __future__ import annotations
 
 import argparse
 import math
-import sys
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -56,18 +55,8 @@ from favor.eval.papers.majorization_methods import (
 from favor.train.common.program import Parser, did_you_mean, program
 
 # lam_sum of the SUM objective; for secstr, digit1, text, mnist and synthetic it is that of the papers.
-LAM_SUM = {
-    "secstr": 10.0,
-    "digit1": 10.0,
-    "text": 10.0,
-    "mnist": 1e-2,
-    "adult": 1.0,
-    "ecoli": 1.0,
-    "fashion": 10.0,
-    "synthetic": 10.0,
-    "digits": 1.0,
-    "breast_cancer": 1.0,
-}
+LAM_SUM = {"secstr": 10.0, "digit1": 10.0, "text": 10.0, "mnist": 1e-2, "adult": 1.0, "ecoli": 1.0, "fashion": 10.0}
+LAM_SUM |= {"synthetic": 10.0, "digits": 1.0, "breast_cancer": 1.0}
 QUICK = ("synthetic", "digits", "breast_cancer")
 IMAGE_FILES = {"mnist": "mnist_10k.npz", "fashion": "fashion_mnist_10k.npz"}
 COMPONENTS = 50
@@ -100,10 +89,8 @@ def make_problem(name: str, uci_dir: Path | None, images_dir: Path | None) -> Pr
 
 def read(name: str, uci_dir: Path | None, images_dir: Path | None) -> Dataset:
     """Reads encoded features and labels of a data set, neither shuffled nor scaled."""
-    if name == "synthetic":
-        return symmetric()
-    if name in ("digits", "breast_cancer"):
-        return load(name, None)
+    if name in QUICK:
+        return symmetric() if name == "synthetic" else load(name, None)
     if name in SSL_FILES:
         return read_ssl(name)
     option, folder = ("--images_dir", images_dir) if name in IMAGE_FILES else ("--uci_dir", uci_dir)
@@ -121,9 +108,7 @@ def scale(name: str, train: np.ndarray, test: np.ndarray) -> tuple[np.ndarray, n
         return train, test
     if name in IMAGE_FILES:
         if name == "mnist":
-            mean = train.mean(0)
-            _, vectors = np.linalg.eigh(np.cov(train.T))
-            axes = vectors[:, ::-1][:, :COMPONENTS]
+            mean, axes = train.mean(0), np.linalg.eigh(np.cov(train.T))[1][:, ::-1][:, :COMPONENTS]
             train, test = (train - mean) @ axes, (test - mean) @ axes
         largest = np.abs(train).max()
         return train / largest, test / largest
@@ -148,10 +133,10 @@ class Trace:
 
     def add(self, stepper: Stepper, seconds: float) -> None:
         """Evaluates a method after some seconds."""
-        self.passes.append(stepper.passes)
-        self.seconds.append(seconds)
-        self.objective.append(stepper.problem.objective(stepper.weight))
-        self.error.append(stepper.problem.error(stepper.weight))
+        problem, weight = stepper.problem, stepper.weight
+        found = (stepper.passes, seconds, problem.objective(weight), problem.error(weight))
+        for numbers, value in zip((self.passes, self.seconds, self.objective, self.error), found, strict=True):
+            numbers.append(value)
 
     @property
     def diverged(self) -> bool:
@@ -221,7 +206,7 @@ def search(
     values = [axis.values for axis in axes.values()]
 
     def configuration(place: tuple[int, ...]) -> Configuration:
-        return {name: axis.values[i] for (name, axis), i in zip(axes.items(), place, strict=True)}
+        return {name: own[i] for name, own, i in zip(axes, values, place, strict=True)}
 
     def neighbour(place: tuple[int, ...], number: int, side: int) -> tuple[int, ...] | None:
         moved = place[number] + side
@@ -278,14 +263,11 @@ def evaluate(method: Method, problem: Problem, optimum: Optimum) -> tuple[dict[s
 
 def crossing(position: Sequence[float], gap: Sequence[float], level: float) -> float:
     """Finds where a gap first is at most `level`, by linear interpolation of its logarithm; infinity if nowhere."""
-    for i, value in enumerate(gap):
-        if value <= level:
-            if i == 0 or math.isinf(gap[i - 1]):
-                return position[i]
-            low, high = math.log(max(value, 1e-300)), math.log(gap[i - 1])
-            share = (high - math.log(level)) / (high - low)
-            return position[i - 1] + share * (position[i] - position[i - 1])
-    return math.inf
+    i = next((i for i, value in enumerate(gap) if value <= level), None)
+    if i is None or i == 0 or math.isinf(gap[i - 1]):
+        return math.inf if i is None else position[i]
+    pair = (math.log(max(gap[i], 1e-300)), math.log(gap[i - 1]))
+    return float(np.interp(math.log(level), pair, (position[i], position[i - 1])))
 
 
 def summary(trace: Trace, optimum: float) -> dict[str, Any]:
@@ -333,10 +315,8 @@ def checks(results: Results) -> list[report.Check]:
     for key in ("passes", "seconds"):
         rows = [(n, *faster(r, key)) for n, r in ran(results, "bbm", "lbfgs")]
         claim(f"BBM takes fewer {key} than L-BFGS", rows)
-    rows = [
-        (n, f"gap {r['gap']:.1e} after {r['passes']:.3g} passes", r["gap"] <= 0.01)
-        for n, (r,) in ran(results, "spfb_one")
-    ]
+    gaps = [(n, r["gap"], r["passes"]) for n, (r,) in ran(results, "spfb_one")]
+    rows = [(n, f"gap {gap:.1e} after {passes:.3g} passes", gap <= 0.01) for n, gap, passes in gaps]
     claim("SPFB as published with one example a step comes within 1 % of F*", rows)
     return found
 
@@ -453,11 +433,9 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the program; returns 0, since the checks are claims of the papers and not of the program."""
-    words = sys.argv[1:] if argv is None else list(argv)
-    arguments = parse_arguments(words)
+    arguments = parse_arguments(argv)
     torch.set_num_threads(1)
-    folders = ["--uci_dir", "--images_dir"]
-    command = report.shown_command("favor.eval.papers.majorization", words, folders, ["--output_dir"])
+    context: Any = ("favor.eval.papers.majorization", argv, ("scikit-learn", "scipy", "numpy"))
     results: dict[str, Any] = {}
     for name in dict.fromkeys(arguments.datasets):
         begin = time.perf_counter()
@@ -479,8 +457,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         traces = {key: trace for key, (_, trace) in cells.items() if trace is not None}
         plot(name, results[name], traces, arguments.output_dir / f"{arguments.name}_{name}.png")
         # After every data set, so that a run that is stopped leaves its finished results.
-        settings = {"epochs": EPOCHS, "trials": TRIALS, "time_limit": SECONDS}
-        content = report.context(command, ("scikit-learn", "scipy", "numpy")) | settings | {"datasets": results}
+        settings = {"epochs": EPOCHS, "trials": TRIALS, "time_limit": SECONDS, "datasets": results}
+        content = report.context_of(*context, ["--uci_dir", "--images_dir"]) | settings
         lines, shown = report_lines(results), [f"## {name}", "", *table(results[name]["methods"])]
         report.finish(arguments, lines, content, checks(results), shown)
     return 0

@@ -11,6 +11,7 @@ Step sizes are on half decades, with bounds far from where the search starts; ot
 
 from __future__ import annotations
 
+import abc
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,7 +23,7 @@ import torch
 from scipy import optimize
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
-from torch.optim import SGD, Adam, Optimizer
+from torch.optim import LBFGS, SGD, Adam, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from favor.optim import BBM, LSPFB, SBM, SPFB, ProxBoundSGD, SoftmaxBound
@@ -40,11 +41,7 @@ LARGEST_SINGLE = 5000  # rows of a data set for which batches of one row are tri
 class Problem:
     """The objective F(W) = mean_j [logsumexp(W x_j) - (W x_j)_{y_j}] + lam/2 |W|^2, and rows to test on.
 
-    Attributes:
-        x: training inputs `[T, d]`, with a column of ones at the end, and their labels y `[T]`.
-        x_test: inputs to test on, and their labels y_test.
-        classes: number of labels n; W is `[n, d]`.
-        lam_sum: lam * T.
+    Inputs x `[T, d]` have a column of ones at the end, W is `[n, d]` for n `classes`, and `lam_sum` is lam * T.
     """
 
     x: Tensor
@@ -74,11 +71,24 @@ class Problem:
         """Mean of |x_j|^2."""
         return float(self.x.square().sum(-1, dtype=torch.float64).mean())
 
+    @cached_property
+    def doubles(self) -> tuple[Tensor, Tensor]:
+        """The inputs and the one-hot labels in double precision."""
+        return self.x.double(), nn.functional.one_hot(self.y, self.classes).double()
+
     @torch.no_grad()
     def objective(self, weight: Tensor) -> float:
         """Computes F."""
         loss = cross_entropy(self.x @ weight.T, self.y)
         return float(loss) + self.lam / 2 * float(weight.square().sum())
+
+    def gradient(self, weight: Tensor) -> tuple[float, Tensor, Tensor]:
+        """Computes F, its gradient, and the probabilities `[T, n]`, all in double precision."""
+        x, onehot = self.doubles
+        log_p = (x @ weight.T).log_softmax(-1)
+        value = -(log_p * onehot).sum() / self.rows + self.lam / 2 * weight.square().sum()
+        p = log_p.exp()
+        return float(value), (p - onehot).T @ x / self.rows + self.lam * weight, p
 
     @torch.no_grad()
     def error(self, weight: Tensor) -> float:
@@ -97,15 +107,10 @@ class Optimum:
 
 def minimise(problem: Problem) -> Optimum:
     """Finds the minimum of a problem by scipy's L-BFGS in double precision."""
-    x = problem.x.double()
-    shape = (problem.classes, x.shape[1])
-    onehot = nn.functional.one_hot(problem.y, problem.classes).double()
+    shape = (problem.classes, problem.x.shape[1])
 
     def value_and_gradient(flat: np.ndarray) -> tuple[float, np.ndarray]:
-        weight = torch.from_numpy(flat).view(shape)
-        log_p = (x @ weight.T).log_softmax(-1)
-        gradient = ((log_p.exp() - onehot).T @ x).div_(problem.rows).add_(weight, alpha=problem.lam)
-        value = -float((log_p * onehot).sum()) / problem.rows + problem.lam / 2 * float(flat @ flat)
+        value, gradient, _ = problem.gradient(torch.from_numpy(flat).view(shape))
         return value, gradient.numpy().ravel()
 
     options = {"maxiter": 20_000, "maxfun": 40_000, "maxcor": 30, "ftol": 0.0, "gtol": 1e-11}
@@ -123,7 +128,7 @@ def initial_head(problem: Problem, seed: int) -> nn.Linear:
     return head
 
 
-class Stepper:
+class Stepper(abc.ABC):
     """Takes steps of a method."""
 
     full_batch = True
@@ -137,9 +142,9 @@ class Stepper:
         """Gives the weights that are evaluated."""
         return self.head.weight.detach()
 
+    @abc.abstractmethod
     def advance(self) -> None:
         """Takes one step."""
-        raise NotImplementedError
 
 
 class Stochastic(Stepper):
@@ -148,30 +153,23 @@ class Stochastic(Stepper):
     full_batch = False
 
     def __init__(
-        self,
-        problem: Problem,
-        head: nn.Linear,
-        optimizer: Optimizer,
-        options: Mapping[str, Any],
-        seed: int,
-        averaged: bool = False,
+        self, problem: Problem, head: nn.Linear, optimizer: Optimizer, options: Mapping[str, Any], seed: int, mean: bool
     ) -> None:
         super().__init__(problem, head)
         self.optimizer, self.batch = optimizer, options["batch"]
         factor = step_factor(problem, options)
         self.scheduler = LambdaLR(optimizer, factor) if factor else None
         self.generator = torch.Generator().manual_seed(seed)
-        self.averaged, self.number = averaged, 0
-        self.mean: Tensor | None = None
+        self.averaged, self.number, self.mean = mean, 0, head.weight.detach().clone()
         self.epoch, self.position = -1, problem.rows
 
     @property
     def weight(self) -> Tensor:
         """Gives the weights that are evaluated."""
-        return super().weight if self.mean is None else self.mean
+        return self.mean if self.number else super().weight
 
     def advance(self) -> None:
-        """Takes one step."""
+        """Takes one step on a mini-batch."""
         if self.position >= self.problem.rows:
             order = torch.randperm(self.problem.rows, generator=self.generator)
             self.x, self.y = self.problem.x[order], self.problem.y[order]
@@ -186,8 +184,6 @@ class Stochastic(Stepper):
         self.passes = self.epoch + self.position / self.problem.rows
         if self.averaged and self.epoch > 0:
             self.number += 1
-            if self.mean is None:
-                self.mean = self.head.weight.detach().clone()
             self.mean.lerp_(self.head.weight.detach(), 1 / self.number)
 
 
@@ -208,12 +204,8 @@ def step_factor(problem: Problem, options: Mapping[str, Any]) -> Callable[[int],
 class FullBatch(Stepper):
     """Steps of an optimizer with a closure.
 
-    Args:
-        problem: the problem to minimise.
-        head: the parameters.
-        optimizer: optimizer of `head`.
-        regularised: whether the closure adds lam/2 |W|^2, which an optimizer of torch needs. The closure then does not
-            evaluate again at the parameters of its last evaluation: torch's L-BFGS calls it twice there.
+    If it is `regularised`, the closure adds lam/2 |W|^2, which an optimizer of torch needs. It then does not evaluate
+    again at the parameters of its last evaluation: torch's L-BFGS calls it twice there.
     """
 
     def __init__(self, problem: Problem, head: nn.Linear, optimizer: Optimizer, regularised: bool = False) -> None:
@@ -246,29 +238,22 @@ class FullBatch(Stepper):
 class Newton(Stepper):
     """Newton's method with the exact Hessian; it halves the step until F decreases enough."""
 
-    def __init__(self, problem: Problem, head: nn.Linear) -> None:
-        super().__init__(problem, head)
-        self.x = problem.x.double()
-        self.onehot = nn.functional.one_hot(problem.y, problem.classes).double()
-        self.at: tuple[Tensor, float, Tensor, Tensor] | None = None
+    at: tuple[Tensor, float, Tensor, Tensor] | None = None
 
     def evaluate(self, weight: Tensor) -> tuple[Tensor, float, Tensor, Tensor]:
         """Evaluates a point; gives the point itself, F, the gradient, and the probabilities `[T, n]`."""
         self.passes += 1
-        log_p = (self.x @ weight.T).log_softmax(-1)
-        value = -(log_p * self.onehot).sum() / self.problem.rows + self.problem.lam / 2 * weight.square().sum()
-        p = log_p.exp()
-        gradient = (p - self.onehot).T @ self.x / self.problem.rows + self.problem.lam * weight
-        return weight, float(value), gradient, p
+        return weight, *self.problem.gradient(weight)
 
     def hessian(self, p: Tensor) -> Tensor:
         """Computes the Hessian of F, `[D, D]`."""
-        classes, features = p.shape[1], self.x.shape[1]
-        blocks = self.x.new_zeros(classes, features, classes, features)
+        x = self.problem.doubles[0]
+        classes, features = p.shape[1], x.shape[1]
+        blocks = x.new_zeros(classes, features, classes, features)
         for a in range(classes):
             for b in range(a + 1):
                 share = p[:, a] * (float(a == b) - p[:, b])
-                block = (self.x * share.unsqueeze(-1)).T @ self.x / self.problem.rows
+                block = (x * share.unsqueeze(-1)).T @ x / self.problem.rows
                 blocks[a, :, b], blocks[b, :, a] = block, block
         hessian = blocks.view(classes * features, classes * features)
         hessian.diagonal().add_(self.problem.lam)
@@ -321,14 +306,10 @@ def half_decades(start: float) -> Axis:
 
 
 def tuned(rate: float, sizes: Sequence[int], start: int, natural: bool = False, **options: Axis) -> Axes:
-    """Makes the axes of a stochastic method.
+    """Makes the axes of a stochastic method: its step size, its batch size, and further `options`.
 
-    Args:
-        rate: step size at which the search starts; `natural`: divided by the mean of |x|^2, as for gradient descent.
-        sizes: batch sizes; those of at most a third of the rows are tried, and one row only for small data sets.
-        start: batch size at which the search starts.
-        natural: see `rate`.
-        options: further axes.
+    The search starts at `rate`, if it is `natural` divided by the mean of |x|^2, as for gradient descent, and at the
+    batch size `start`. Of the `sizes`, at most a third of the rows is tried, and one row only for small data sets.
     """
 
     def axes(problem: Problem) -> dict[str, Axis]:
@@ -346,16 +327,15 @@ def stochastic(build: Build, averaged: bool = False) -> Make:
     )
 
 
-def full(build: Build) -> Make:
-    """Makes a `Method.make` of favor's full-batch optimizers."""
-    return lambda problem, head, options, seed: FullBatch(problem, head, build(head, problem, options))
+def full(build: Build, regularised: bool = False) -> Make:
+    """Makes a `Method.make` of a full-batch optimizer."""
+    return lambda problem, head, options, seed: FullBatch(problem, head, build(head, problem, options), regularised)
 
 
-def lbfgs(problem: Problem, head: nn.Linear, options: Mapping[str, Any], seed: int) -> FullBatch:
-    """Makes a stepper with one iteration of torch's L-BFGS per step."""
+def lbfgs(head: nn.Linear, problem: Problem, options: Mapping[str, Any]) -> Optimizer:
+    """Is a `Build` of torch's L-BFGS, with one iteration per step."""
     still: dict[str, Any] = {"tolerance_grad": 0.0, "tolerance_change": 0.0, "line_search_fn": "strong_wolfe"}
-    optimizer = torch.optim.LBFGS(head.parameters(), max_iter=1, max_eval=LINE_SEARCH, **still)
-    return FullBatch(problem, head, optimizer, regularised=True)
+    return LBFGS(head.parameters(), max_iter=1, max_eval=LINE_SEARCH, **still)
 
 
 def with_options(kind: Build, *names: str, **fixed: Any) -> Build:
@@ -392,59 +372,33 @@ RATE = Axis((1.0, 1.9), 1)
 MANY = (10, 100, 1000)
 FEW = (1, 10, 100)
 BOUND_AXES = tuned(1.0, MANY, 100, decay=DECAY, damping=Axis(DAMPINGS, 2))
-PLAIN, LITERAL = of_torch(SGD), with_options(SPFB, literal=True)
+SPFB_AXES = tuned(1.0, MANY, 100, decay=DECAY, damping=Axis(DAMPINGS, 1))
+TAUS, ORDERS = Axis((10, 100, 1000, 10_000, 100_000), 2), Axis(("ascending", "descending"))
+CURVATURES, CHEAP = Axis(("block", "bohning", "kfac"), 1), full(with_options(BBM, "curvature"))
+PLAIN, MEAN = stochastic(of_torch(SGD)), stochastic(of_torch(SGD), averaged=True)
+LITERAL = stochastic(with_options(SPFB, literal=True))
+REPAIRED = stochastic(with_options(LSPFB, "rank", rule="repaired"))
+DENSE, NEWTON = parameters_up_to(LARGEST_SBM), parameters_up_to(LARGEST_NEWTON)
+LSPFB_AXES = {lr: tuned(lr, MANY, 100, rank=RANK, decay=DECAY) for lr in (3.0, 10.0)}
 
 METHODS: dict[str, Method] = {
-    "sgd": Method("SGD", stochastic(PLAIN), tuned(1, FEW, 10, True)),
-    "asgd_tau": Method(
-        "ASGD, tau/(tau + i)",
-        stochastic(PLAIN, averaged=True),
-        tuned(1, FEW, 10, True, tau=Axis((10, 100, 1000, 10_000, 100_000), 2)),
-    ),
-    "asgd": Method("ASGD, 1/i", stochastic(PLAIN, averaged=True), tuned(10, FEW, 10, True, tau=Axis((0,)))),
+    "sgd": Method("SGD", PLAIN, tuned(1, FEW, 10, True)),
+    "asgd_tau": Method("ASGD, tau/(tau + i)", MEAN, tuned(1, FEW, 10, True, tau=TAUS)),
+    "asgd": Method("ASGD, 1/i", MEAN, tuned(10, FEW, 10, True, tau=Axis((0,)))),
     "adam": Method("Adam", stochastic(of_torch(Adam)), tuned(0.01, FEW, 10, decay=DECAY)),
-    "lbfgs": Method("L-BFGS", lbfgs),
-    "newton": Method(
-        "Newton", lambda p, head, options, seed: Newton(p, head), obstacle=parameters_up_to(LARGEST_NEWTON)
-    ),
-    "bbm": Method(
-        "BBM",
-        full(with_options(BBM, "order")),
-        lambda problem: {"lr": RATE, "order": Axis(("ascending", "descending"))},
-        features,
-    ),
-    "bbm_cheap": Method(
-        "BBM, cheaper K",
-        full(with_options(BBM, "curvature")),
-        lambda problem: {"lr": RATE, "curvature": Axis(("block", "bohning", "kfac"), 1)},
-        features,
-    ),
-    "sbm": Method("SBM, online", sbm("online"), tuned(1.0, FEW, 10), parameters_up_to(LARGEST_SBM)),
-    "sbm_accumulated": Method(
-        "SBM, accumulated", sbm("accumulated"), tuned(1.0, FEW, 10), parameters_up_to(LARGEST_SBM)
-    ),
-    "spfb_one": Method("SPFB as published, m = 1", stochastic(LITERAL), tuned(1.0, (1,), 1)),
-    "spfb_literal": Method("SPFB as published", stochastic(LITERAL), tuned(1.0, MANY, 100), features),
-    "spfb": Method(
-        "SPFB, damped",
-        stochastic(with_options(SPFB, "damping")),
-        tuned(1.0, MANY, 100, decay=DECAY, damping=Axis(DAMPINGS, 1)),
-        features,
-    ),
+    "lbfgs": Method("L-BFGS", full(lbfgs, regularised=True)),
+    "newton": Method("Newton", lambda p, head, options, seed: Newton(p, head), obstacle=NEWTON),
+    "bbm": Method("BBM", full(with_options(BBM, "order")), lambda p: {"lr": RATE, "order": ORDERS}, features),
+    "bbm_cheap": Method("BBM, cheaper K", CHEAP, lambda p: {"lr": RATE, "curvature": CURVATURES}, features),
+    "sbm": Method("SBM, online", sbm("online"), tuned(1.0, FEW, 10), DENSE),
+    "sbm_accumulated": Method("SBM, accumulated", sbm("accumulated"), tuned(1.0, FEW, 10), DENSE),
+    "spfb_one": Method("SPFB as published, m = 1", LITERAL, tuned(1.0, (1,), 1)),
+    "spfb_literal": Method("SPFB as published", LITERAL, tuned(1.0, MANY, 100), features),
+    "spfb": Method("SPFB, damped", stochastic(with_options(SPFB, "damping")), SPFB_AXES, features),
     "prox": Method("ProxBoundSGD", stochastic(with_options(ProxBoundSGD)), tuned(3, (1,), 1, True, decay=DECAY)),
-    "lspfb": Method("LSPFB", stochastic(with_options(LSPFB, "rank")), tuned(3.0, MANY, 100, rank=RANK, decay=DECAY)),
-    "lspfb_repaired": Method(
-        "LSPFB, repaired",
-        stochastic(with_options(LSPFB, "rank", rule="repaired")),
-        tuned(10.0, MANY, 100, rank=RANK, decay=DECAY),
-    ),
-    **{
-        f"bound_{curvature}": Method(
-            f"SoftmaxBound, {curvature}",
-            stochastic(with_options(SoftmaxBound, "damping", curvature=curvature)),
-            BOUND_AXES,
-            features,
-        )
-        for curvature in ("bohning", "diag", "block", "kfac")
-    },
+    "lspfb": Method("LSPFB", stochastic(with_options(LSPFB, "rank")), LSPFB_AXES[3.0]),
+    "lspfb_repaired": Method("LSPFB, repaired", REPAIRED, LSPFB_AXES[10.0]),
 }
+for _curvature in ("bohning", "diag", "block", "kfac"):
+    _make = stochastic(with_options(SoftmaxBound, "damping", curvature=_curvature))
+    METHODS[f"bound_{_curvature}"] = Method(f"SoftmaxBound, {_curvature}", _make, BOUND_AXES, features)

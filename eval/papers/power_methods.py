@@ -108,13 +108,10 @@ def theory(given: Problem, pi: Tensor, shift: float | None) -> float:
     # The eigenvalue 1, of sqrt(pi), is the direction that normalisation removes.
     others = torch.linalg.eigvalsh(scaled.T @ scaled - torch.outer(pi[held].sqrt(), pi[held].sqrt()))
     # The removed eigenvalue has become a 0, which belongs to no direction on the simplex.
-    others = others[others.abs().argsort()][1:]
-    off = gradient(given, pi)[~held]
+    others, off = others[others.abs().argsort()][1:], gradient(given, pi)[~held]
     if shift is None:
-        rates = [1 - others, off]
-    else:
-        rates = [1 - 2 * others / (1 + shift), ((shift + off) / (1 + shift)).square()]
-    return float(torch.cat(rates).abs().max())
+        return float(torch.cat((1 - others, off)).abs().max())
+    return float(torch.cat((1 - 2 * others / (1 + shift), ((shift + off) / (1 + shift)).square())).abs().max())
 
 
 def measured_rate(distances: Sequence[float]) -> float:
@@ -130,13 +127,12 @@ def follow(given: Problem, best: Tensor, shift: float | None) -> tuple[list[floa
     """Iterates until the distance from the optimum is small; gives relative gaps of the objective, and distances."""
     top = objective(given, best)
     pi = torch.full_like(best, 1 / len(best))
-    gaps, distances = [], []
-    for _ in range(ITERATIONS + 1):
+    gaps: list[float] = []
+    distances: list[float] = []
+    while len(gaps) <= ITERATIONS and (not gaps or distances[-1] >= NEAR):
+        pi = step(given, pi, shift) if gaps else pi
         gaps.append((top - objective(given, pi)) / abs(top))
         distances.append(float((pi - best).norm()))
-        if distances[-1] < NEAR:
-            break
-        pi = step(given, pi, shift)
     return gaps, distances
 
 
@@ -263,10 +259,8 @@ def oja(X: np.ndarray, x: np.ndarray, c: float, seed: int) -> Iterator[np.ndarra
 def path_of(points: Iterator[np.ndarray], true: np.ndarray, passes: int) -> Passes:
     """Computes the errors of a method after every pass, until the last target is met or the passes are used up."""
     path: Passes = []
-    for number in range(1, passes + 1):
-        path.append((float(number), error(next(points), true)))
-        if path[-1][1] <= TARGETS[-1]:
-            break
+    while len(path) < passes and (not path or path[-1][1] > TARGETS[-1]):
+        path.append((float(len(path) + 1), error(next(points), true)))
     return path
 
 
@@ -305,16 +299,14 @@ def paths(X: np.ndarray, true: np.ndarray, gap: float, seed: int) -> dict[str, P
     l1, l2 = spectrum(gap)[:2].tolist()
     # Residuals are at least about gap * sqrt(error).
     common: dict[str, Any] = {"random_state": seed, "max_epochs": PASSES + 1, "tol": 0.1 * gap * math.sqrt(TARGETS[-1])}
-    estimators: dict[str, _Watched] = {
-        VR_POWER: _Watched(**common),
-        "VRHeavyBallPower, default (estimated)": _WatchedHeavyBall(**common),
-        "VRHeavyBallPower, true eigenvalues": _WatchedHeavyBall(eigenvalues=(l1, l2), **common),
-    }
+    heavy_ball = _WatchedHeavyBall(eigenvalues=(l1, l2), **common)
     return {
         POWER: path_of(power(X, start), true, PATIENCE * PASSES),
         "power, momentum l2^2/4": path_of(power(X, start, l2**2 / 4), true, PATIENCE * PASSES),
         "Oja, 3/(l1-l2)/(t+300)": path_of(oja(X, start, OJA[0] / (l1 - l2), seed), true, PASSES),
-        **{name: estimator_path(estimator, X, true, PASSES) for name, estimator in estimators.items()},
+        VR_POWER: estimator_path(_Watched(**common), X, true, PASSES),
+        "VRHeavyBallPower, default (estimated)": estimator_path(_WatchedHeavyBall(**common), X, true, PASSES),
+        "VRHeavyBallPower, true eigenvalues": estimator_path(heavy_ball, X, true, PASSES),
     }
 
 
@@ -383,3 +375,7 @@ def plot_pca(result: Mapping[str, Any], path: Path) -> None:
     axes.set_xscale("symlog", linthresh=10)
     axes.set(xlim=(0, None), xlabel="passes over the data", ylabel="1 - (x'u)^2")
     save(figure, path, axes, columns=3)
+
+
+MIXTURE = (measure_mixture, mixture_lines, mixture_checks, plot_mixture)
+PCA = (measure_pca, pca_lines, pca_checks, plot_pca)

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import argparse
 import math
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -93,12 +92,9 @@ def load_images(folder: Path | None) -> tuple[dict[str, Tensor], str]:
             "No image folder was given: scikit-learn's digits (8 x 8) stand in for MNIST, random 32 x 32 grey crops of "
             "its two sample photographs for CIFAR-10."
         )
-    images = {
-        name: torch.from_numpy(resize(read_images(folder, file, array)[0]).reshape(-1, DIM) / 255)
-        for name, (file, array) in FILES.items()
-    }
-    counts = ", ".join(f"{FILES[name][0]} ({len(x)} images)" for name, x in images.items())
-    return images, f"Images: {counts}."
+    read = {name: resize(read_images(folder, *file)[0]).reshape(-1, DIM) / 255 for name, file in FILES.items()}
+    counts = ", ".join(f"{FILES[name][0]} ({len(x)} images)" for name, x in read.items())
+    return {name: torch.from_numpy(x) for name, x in read.items()}, f"Images: {counts}."
 
 
 def draw_sets(regime: str, length: int, images: dict[str, Tensor], generator: torch.Generator) -> tuple[Tensor, Tensor]:
@@ -107,10 +103,9 @@ def draw_sets(regime: str, length: int, images: dict[str, Tensor], generator: to
     Two sets of images of one kind share no image, if there are at least 2 * length of them.
     """
     if regime == "mnist/cifar10":
-        first, second = images["mnist"], images["cifar10"]
-        return first[_choose(len(first), length, generator)], second[_choose(len(second), length, generator)]
+        return _choose(images["mnist"], length, generator), _choose(images["cifar10"], length, generator)
     if regime in images:
-        both = images[regime][_choose(len(images[regime]), 2 * length, generator)]
+        both = _choose(images[regime], 2 * length, generator)
         return both[:length], both[length:]
     x, y = torch.randn(2, length, DIM, dtype=torch.float64, generator=generator)
     if regime == "sphere":
@@ -118,10 +113,10 @@ def draw_sets(regime: str, length: int, images: dict[str, Tensor], generator: to
     return x, y + 1 if regime == "heterogen" else y
 
 
-def _choose(number: int, wanted: int, generator: torch.Generator) -> Tensor:
-    """Chooses `wanted` indices of `number` images; no index comes twice before all have come once."""
-    rounds = [torch.randperm(number, generator=generator) for _ in range(math.ceil(wanted / number))]
-    return torch.cat(rounds)[:wanted]
+def _choose(images: Tensor, wanted: int, generator: torch.Generator) -> Tensor:
+    """Chooses `wanted` images; none comes twice before all have come once."""
+    rounds = [torch.randperm(len(images), generator=generator) for _ in range(math.ceil(wanted / len(images)))]
+    return images[torch.cat(rounds)[:wanted]]
 
 
 def log_relative_variance(name: str, x: Tensor, y: Tensor) -> Tensor:
@@ -188,11 +183,10 @@ def checks(results: Table) -> list[report.Check]:
     statement = "cderf is the lowest positive feature, or within 0.05 of it, in every cell with sigma >= 0.3"
     numbers = f"largest excess {excess[worst]:.4f}, {worst[0]} at sigma = {worst[1]:g}"
     found = [report.Check(statement, numbers, excess[worst] <= 0.05)]
-    for regime, method, gain in GAINS:
-        if regime in results:
-            found_gain = results[regime]["gerf"][-1] - results[regime][method][-1]
-            statement = f"{regime}: {method} is below gerf by at least {gain:g} at sigma = 1, as in the paper"
-            found.append(report.Check(statement, f"{found_gain:.2f}", found_gain >= gain))
+    for regime, method, gain in (row for row in GAINS if row[0] in results):
+        found_gain = results[regime]["gerf"][-1] - results[regime][method][-1]
+        statement = f"{regime}: {method} is below gerf by at least {gain:g} at sigma = 1, as in the paper"
+        found.append(report.Check(statement, f"{found_gain:.2f}", found_gain >= gain))
     return found
 
 
@@ -212,8 +206,8 @@ def report_lines(results: Table, source: str) -> list[str]:
         body = []
         for i, sigma in enumerate(SIGMAS):
             lowest = min(row[name][i] for name in FAMILIES)
-            values = [(f"{row[name][i]:.3f}", name in FAMILIES and row[name][i] == lowest) for name in METHODS]
-            body.append([f"{sigma:.1f}", *(f"**{text}**" if bold else text for text, bold in values)])
+            stars = ["**" * (name in FAMILIES and row[name][i] == lowest) for name in METHODS]
+            body.append([f"{sigma:.1f}", *(f"{s}{row[n][i]:.3f}{s}" for n, s in zip(METHODS, stars, strict=True))])
         lines += ["", f"## {regime}", "", *report.table(["sigma", *METHODS], body)]
     return lines
 
@@ -237,14 +231,14 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the program; returns the exit code, 1 if a check does not hold."""
-    words = sys.argv[1:] if argv is None else list(argv)
-    arguments = parse_arguments(words)
+    arguments = parse_arguments(argv)
     images, source = load_images(arguments.images_dir)
     results = measure(images)
     plot(results, arguments.output_dir / f"{arguments.name}.png")
-    settings = {"sets": SETS, "length": VECTORS, "seed": SEED, "images": source, "sigmas": SIGMAS}
-    command = report.shown_command("favor.eval.papers.variance", words, ["--images_dir"], ["--output_dir"])
-    content = report.context(command) | settings | {"log_relative_variance": results}
+    packages = ("scikit-learn", "numpy")
+    content = report.context_of("favor.eval.papers.variance", argv, packages, ["--images_dir"])
+    content |= {"sets": SETS, "length": VECTORS, "seed": SEED, "images": source, "sigmas": SIGMAS}
+    content["log_relative_variance"] = results
     return report.finish(arguments, report_lines(results, source), content, checks(results))
 
 

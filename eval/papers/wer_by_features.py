@@ -17,6 +17,7 @@ Source: Likhosherstov et al. 2023, "FAVOR#", section 5.3.1: normalised WER for M
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import multiprocessing
 import shlex
@@ -87,18 +88,15 @@ def parse_arms(text: str, counts: Sequence[int]) -> list[Backend]:
 def parse_arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     """Parses the arguments of the evaluation; returns them and the rest, which goes to `favor.train.asr`."""
     parser = Parser("favor.eval.papers.wer_by_features", __doc__)
-    parser.add_argument("--model_name_or_path", help="model trained with exact attention; default: new weights")
-    parser.add_argument(
-        "--backends", nargs="+", default=list(DEFAULT_ARMS), metavar="NAME[:FEATURES][:M]", help="arms to compare"
-    )
-    parser.add_argument(
-        "--num_features", nargs="+", type=int, default=[8, 32, 128], metavar="M", help="for FAVOR arms that name none"
-    )
-    parser.add_argument("--seeds", nargs="+", type=int, default=[0], help="seeds of the runs")
-    parser.add_argument("--output_dir", type=Path, required=True, help="folder that gets a folder per arm and seed")
-    parser.add_argument("--results_dir", type=Path, default=Path("out/results"), help="folder of the report")
-    parser.add_argument("--name", required=True, help="the files of the report are called wer_by_features_NAME")
-    parser.add_argument("--report_only", action="store_true", help="report on finished runs, and run nothing")
+    add = parser.add_argument
+    add("--model_name_or_path", help="model trained with exact attention; default: new weights")
+    add("--backends", nargs="+", default=list(DEFAULT_ARMS), metavar="NAME[:FEATURES][:M]", help="arms to compare")
+    add("--num_features", nargs="+", type=int, default=[8, 32, 128], metavar="M", help="for FAVOR arms that name none")
+    add("--seeds", nargs="+", type=int, default=[0], help="seeds of the runs")
+    add("--output_dir", type=Path, required=True, help="folder that gets a folder per arm and seed")
+    add("--results_dir", type=Path, default=Path("out/results"), help="folder of the report")
+    add("--name", required=True, help="the files of the report are called wer_by_features_NAME")
+    add("--report_only", action="store_true", help="report on finished runs, and run nothing")
     arguments, rest = parser.parse_known_args(argv)
     rest = [word for word in rest if word != "--"]
     own = {*OWN, *(OF_THE_MODEL if arguments.model_name_or_path else ())}
@@ -156,19 +154,11 @@ def evaluate_converted(words: Sequence[str], seed: int) -> dict[str, float]:
     model = make_model(arguments, processor, seed).to(PartialState().device)
     scores = {}
     for split in data.eval_splits:
-        utterances, skipped = load_speech(
-            data.data_dir or HUB,
-            split,
-            prepared=folder / "prepared" / split,
-            max_bad=data.limit,
-        )
+        prepared = folder / "prepared" / split
+        utterances, skipped = load_speech(data.data_dir or HUB, split, prepared=prepared, max_bad=data.limit)
         utterances = long_enough(utterances[: data.max_eval_samples], processor, skipped)
-        texts, _ = evaluation.recognise(
-            model,
-            processor,
-            utterances,
-            batch_seconds=arguments.train.per_device_train_batch_seconds,
-        )
+        seconds = arguments.train.per_device_train_batch_seconds
+        texts, _ = evaluation.recognise(model, processor, utterances, batch_seconds=seconds)
         pairs = list(zip((utterance.text for utterance in utterances), texts, strict=True))
         scores.update({f"{split}_{name}": value for name, value in asr.errors(pairs).items()})
     return scores
@@ -192,15 +182,10 @@ def run_arm(arm: Backend, seed: int, arguments: argparse.Namespace, common: Sequ
     """Runs the unfinished parts of an arm, with the arguments that all share; returns whether there were any."""
     folder = arguments.output_dir / arm.slug / f"seed_{seed}"
     place, results = folder / RECORD, folder / checkpoint.RESULTS
-    record: dict[str, Any] = {
-        "arm": arm.label,
-        "backend": replace(arm, num_features=None).label,
-        "num_features": arm.num_features,
-        "seed": seed,
-        "arguments": list(common),
-    }
-    before = json.loads(place.read_text()) if place.exists() else {}
-    record = {**record, "machine": f"{launch.machine()}, {torch.get_num_threads()} threads", **before}
+    record: dict[str, Any] = {"arm": arm.label, "backend": replace(arm, num_features=None).label, "seed": seed}
+    record |= {"num_features": arm.num_features, "arguments": list(common)}
+    record["machine"] = f"{launch.machine()}, {torch.get_num_threads()} threads"
+    record |= json.loads(place.read_text()) if place.exists() else {}
     converts = arguments.model_name_or_path is not None and "converted" not in record
     if results.exists() and not converts:
         return False
@@ -239,11 +224,10 @@ def read(folder: Path) -> list[Run]:
     for place, record in records(folder).items():
         if (place / checkpoint.RESULTS).exists():
             results = json.loads((place / checkpoint.RESULTS).read_text())
-            scores = {"trained": results["metrics"]}
-            scores |= {"converted": record["converted"]} if "converted" in record else {}
+            scores = {stage: own for stage in STAGES if (own := {**record, "trained": results["metrics"]}.get(stage))}
             kept = {name: results[name] for name in ("hours", "utterances", "versions", "device")}
-            splits = results["arguments"]["eval_splits"]
             costs = {name: {**record, **results}.get(name) for name in COSTS}
+            splits = results["arguments"]["eval_splits"]
             runs.append({**record, **kept, **costs, "scores": scores, "splits": splits})
     return runs
 
@@ -258,11 +242,8 @@ def normalised(run: Run, runs: Sequence[Run], stage: str, metric: str) -> float 
 def spread(values: Sequence[float | None]) -> dict[str, Any]:
     """Computes mean and sample standard deviation of the known values, None for too few; also gives all values."""
     known = [value for value in values if value is not None]
-    return {
-        "mean": statistics.fmean(known) if known else None,
-        "std": statistics.stdev(known) if len(known) > 1 else None,
-        "values": list(values),
-    }
+    deviation = statistics.stdev(known) if len(known) > 1 else None
+    return {"mean": statistics.fmean(known) if known else None, "std": deviation, "values": list(values)}
 
 
 def summarise(runs: Sequence[Run]) -> list[Row]:
@@ -283,11 +264,10 @@ def summarise(runs: Sequence[Run]) -> list[Row]:
         row: Row = {name: own[0][name] for name in ("arm", "backend", "num_features")}
         row |= {"seeds": [run["seed"] for run in own], "scores": {}, "normalised": {}}
         for stage in (stage for stage in STAGES if stage in own[0]["scores"]):
-            metrics = own[0]["scores"][stage]
-            row["scores"][stage] = {name: spread([run["scores"][stage][name] for run in own]) for name in metrics}
-            row["normalised"][stage] = {
-                name: spread([normalised(run, runs, stage, name) for run in own]) for name in metrics
-            }
+            row["scores"][stage], row["normalised"][stage] = {}, {}
+            for name in own[0]["scores"][stage]:
+                row["scores"][stage][name] = spread([run["scores"][stage][name] for run in own])
+                row["normalised"][stage][name] = spread([normalised(run, runs, stage, name) for run in own])
         for cost in COSTS:
             known = [run[cost] for run in own if run[cost] is not None]
             middle = max if cost == "peak_memory_bytes" else statistics.median
@@ -299,27 +279,23 @@ def summarise(runs: Sequence[Run]) -> list[Row]:
 def checks(rows: Sequence[Row], splits: Sequence[str]) -> list[report.Check]:
     """Checks that, once trained, FAVOR# is no worse than FAVOR++ at any M, and all backends beat the mean over time."""
     found = []
-    values = {
-        (row["backend"], row["num_features"]): {name: of["mean"] for name, of in row["scores"]["trained"].items()}
-        for row in rows
-    }
     sharp = [name for name in dict.fromkeys(row["backend"] for row in rows) if name.startswith("favor#")]
-    for split in splits:
-        for metric in METRICS:
-            name, shown = f"{split}_{metric}", f"{split}, {metric.upper()} after training"
-            for backend in sharp:
-                counts = [count for other, count in values if other == backend and ("favor++", count) in values]
-                pairs = [(count, values[backend, count][name], values["favor++", count][name]) for count in counts]
-                if pairs:
-                    numbers = "; ".join(f"M = {count}: {ours:.2f} and {theirs:.2f}" for count, ours, theirs in pairs)
-                    holds = all(ours <= theirs for _, ours, theirs in pairs)
-                    found.append(report.Check(f"{shown}: {backend} is at most favor++ at every M", numbers, holds))
-            linear = {key: of[name] for key, of in values.items() if key[1] is not None}
-            if (UNIFORM, None) in values and linear:
-                worst, mean = max(linear, key=lambda key: linear[key]), values[UNIFORM, None][name]
-                numbers = f"{worst[0]} with M = {worst[1]}: {linear[worst]:.2f}, mean over time {mean:.2f}"
-                holds = linear[worst] < mean
-                found.append(report.Check(f"{shown}: every backend is below the mean over time", numbers, holds))
+    for split, metric in itertools.product(splits, METRICS):
+        shown, name = f"{split}, {metric.upper()} after training", f"{split}_{metric}"
+        of = {(r["backend"], r["num_features"]): r["scores"]["trained"][name]["mean"] for r in rows}
+        for backend in sharp:
+            counts = [count for other, count in of if other == backend and ("favor++", count) in of]
+            if counts:
+                pairs = {count: (of[backend, count], of["favor++", count]) for count in counts}
+                numbers = "; ".join(f"M = {m}: {ours:.2f} and {theirs:.2f}" for m, (ours, theirs) in pairs.items())
+                holds = all(ours <= theirs for ours, theirs in pairs.values())
+                found.append(report.Check(f"{shown}: {backend} is at most favor++ at every M", numbers, holds))
+        linear = {key: value for key, value in of.items() if key[1] is not None}
+        if (UNIFORM, None) in of and linear:
+            worst, mean = max(linear, key=linear.__getitem__), of[UNIFORM, None]
+            numbers = f"{worst[0]} with M = {worst[1]}: {linear[worst]:.2f}, mean over time {mean:.2f}"
+            holds = linear[worst] < mean
+            found.append(report.Check(f"{shown}: every backend is below the mean over time", numbers, holds))
     return found
 
 
@@ -419,28 +395,27 @@ def plot(rows: Sequence[Row], splits: Sequence[str], path: Path) -> None:
     stages = [stage for stage in STAGES if any(stage in row["normalised"] for row in rows)]
     columns = [(split, metric) for split in splits for metric in METRICS]
     figure, grid = panels(len(stages), len(columns), 3.6, 3.2)
-    for axes_row, stage in zip(grid, stages, strict=True):
-        for axes, (split, metric) in zip(axes_row, columns, strict=True):
-            _panel(axes, rows, stage, f"{split}_{metric}")
-            axes.set_title(f"{STAGES[stage].split(',')[0]}: {split}", fontsize=9)
-            axes.set(ylabel=f"normalised {metric.upper()}", xlabel="random features M")
+    for axes, (stage, (split, metric)) in zip(grid.flat, itertools.product(stages, columns), strict=True):
+        _panel(axes, rows, stage, f"{split}_{metric}")
+        axes.set_title(f"{STAGES[stage].split(',')[0]}: {split}", fontsize=9)
+        axes.set(ylabel=f"normalised {metric.upper()}", xlabel="random features M")
     save(figure, path, grid[0][0])
 
 
 def _panel(axes: Any, rows: Sequence[Row], stage: str, name: str) -> None:
-    there = [(row, row["normalised"][stage][name]) for row in rows if stage in row["normalised"]]
-    known = [(row["backend"], row["num_features"], value) for row, value in there if value["mean"] is not None]
-    for backend, count, value in known:
-        if count is None:
+    lines: dict[str, list[tuple[int, float, float]]] = {}  # by backend: M, mean and deviation
+    for row in (row for row in rows if stage in row["normalised"]):
+        value, backend = row["normalised"][stage][name], row["backend"]
+        if value["mean"] is not None and row["num_features"] is None:
             line = "--" if backend == UNIFORM else "-"
             axes.axhline(value["mean"], color="black", linestyle=line, label=NAMES.get(backend, backend))
-    linear = [entry for entry in known if entry[1] is not None]
-    for place, backend in enumerate(dict.fromkeys(entry[0] for entry in linear)):
-        points = [(count, value["mean"], value["std"] or 0.0) for other, count, value in linear if other == backend]
+        elif value["mean"] is not None:
+            lines.setdefault(backend, []).append((row["num_features"], value["mean"], value["std"] or 0.0))
+    for backend, points in lines.items():
         counts, means, deviations = zip(*points, strict=True)
-        axes.errorbar(counts, means, yerr=deviations, marker="o", capsize=2, color=f"C{place}", label=backend)
+        axes.errorbar(counts, means, yerr=deviations, marker="o", capsize=2, label=backend)
     axes.set_xscale("log", base=2)
-    ticks = sorted({count for _, count, _ in linear})
+    ticks = sorted({point[0] for points in lines.values() for point in points})
     axes.set_xticks(ticks, [str(tick) for tick in ticks])
 
 

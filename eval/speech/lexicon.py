@@ -34,8 +34,7 @@ Spoken = dict[str, list[str]]
 # Letters and phonemes in the order of the network. It has each vowel with each stress, and a UW without one.
 LETTERS = ("<pad>", "<unk>", "</s>", *string.ascii_lowercase)
 VOWELS = ("AA", "AE", "AH", "AO", "AW", "AY", "EH", "ER", "EY", "IH", "IY", "OW", "OY", "UH", "UW")
-OTHERS = {"B", "CH", "D", "DH", "F", "G", "HH", "JH", "K", "L", "M", "N", "NG", "P", "R", "S", "SH", "T", "TH"}
-OTHERS |= {"UW", "V", "W", "Y", "Z", "ZH"}
+OTHERS = (*"BDFGKLMNPRSTVWYZ", "CH", "DH", "HH", "JH", "NG", "SH", "TH", "UW", "ZH")
 PHONEMES = ("<pad>", "<unk>", "<s>", "</s>", *sorted([*(v + stress for v in VOWELS for stress in "012"), *OTHERS]))
 LONGEST = 20
 HISSING, VOICELESS = {"S", "Z", "SH", "ZH", "CH", "JH"}, {"P", "T", "K", "F", "TH"}

@@ -98,16 +98,14 @@ class Setup:
         """Makes the model in evaluation mode, with equal weights for every backend."""
         torch.manual_seed(SEED)
         name = backend.name
+        options: dict[str, Any] = {"features": backend.features} if backend.features else {}
         if self.model_name_or_path is not None:
             exact = {"dtype": torch.float32, "attn_implementation": name}
             model = load_model(ConformerForCTC, self.model_name_or_path, **exact)
         else:
             config = ConformerConfig.preset(self.preset, causal=self.causal, attn_implementation=name)
-            model = ConformerForCTC(config)
+            model, options["seed"] = ConformerForCTC(config), SEED  # a trained model keeps its own directions
         if name in favor.BACKENDS:
-            options: dict[str, Any] = {"features": backend.features} if backend.features else {}
-            if self.model_name_or_path is None:
-                options["seed"] = SEED  # a trained model keeps its own directions
             number = backend.num_features or self.num_features
             favor.configure(model, num_features=number, exact_below=0, **options)
         return model.eval()
@@ -137,11 +135,6 @@ class Setup:
 @torch.inference_mode()
 def check(setup: Setup, backends: Sequence[Backend], recording: Recording) -> dict[str, Any]:
     """Compares the logits of the backends for one recording.
-
-    Args:
-        setup: the model.
-        backends: the backends.
-        recording: the audio.
 
     Returns:
         "finite" by backend; "difference", the greatest between sdpa and eager, None unless both are compared;
@@ -186,17 +179,8 @@ def _ready(setup: Setup, backend: Backend) -> tuple[ConformerForCTC, ConformerFe
 def measure_time(setup: Setup, backend: Backend, recording: Recording, repeats: int) -> dict[str, Any]:
     """Measures the seconds of features and of one pass over a recording, medians of wall-clock and processor time.
 
-    Args:
-        setup: the model.
-        backend: the attention.
-        recording: the audio.
-        repeats: number of passes.
-
     Returns:
         "frames" L; "features" and "pass" with "seconds" and "cpu_seconds"; for a trained model "text".
-
-    Raises:
-        ArithmeticError: if a logit is not finite.
     """
     model, extractor = _ready(setup, backend)
     audio = recording.samples()
@@ -215,11 +199,6 @@ def measure_time(setup: Setup, backend: Backend, recording: Recording, repeats: 
 @torch.inference_mode()
 def measure_memory(setup: Setup, backend: Backend, recording: Recording) -> dict[str, int]:
     """Measures the peak memory of features and of one pass over a recording, in bytes.
-
-    Args:
-        setup: the model.
-        backend: the attention.
-        recording: the audio.
 
     Returns:
         "features" and "pass": by how much each raises the resident memory, without its inputs; "total": the peak

@@ -5,8 +5,9 @@ from __future__ import annotations
 import copy
 import itertools
 import operator
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -68,15 +69,15 @@ def check_alike(folders: Sequence[str], lexicon: Path | None) -> None:
 
     Their pronunciations must be equal too, unless a lexicon is given for all of them.
     """
-    first, *others = (_traits(folder, lexicon) for folder in folders)
-    for folder, own in zip(folders[1:], others, strict=True):
-        for name, expected in first.items():
-            if own[name] != expected:
-                raise ValueError(
-                    "models whose log probabilities are averaged must have the same frames, blank, tokens and "
-                    f"pronunciations, but {folder} has other {name} than {folders[0]}. Leave one of them out, or train "
-                    "it with the tokenizer of the other; --lexicon names one file of pronunciations for all."
-                )
+    first = _traits(folders[0], lexicon)
+    for folder in folders[1:]:
+        own = _traits(folder, lexicon)
+        if wrong := [name for name, expected in first.items() if own[name] != expected]:
+            raise ValueError(
+                "models whose log probabilities are averaged must have the same frames, blank, tokens and "
+                f"pronunciations, but {folder} has other {wrong[0]} than {folders[0]}. Leave one of them out, or train "
+                "it with the tokenizer of the other; --lexicon names one file of pronunciations for all."
+            )
 
 
 def _traits(folder: str, lexicon: Path | None) -> dict[str, Any]:
@@ -94,10 +95,10 @@ def _traits(folder: str, lexicon: Path | None) -> dict[str, Any]:
 def texts_before(utterances: Sequence[Utterance], texts: Sequence[str], most: int) -> list[list[str]]:
     """Gives for each utterance the texts of up to `most` utterances before it in its chapter, the nearest last."""
     found = []
-    said: dict[tuple[str | None, str | None], list[str]] = defaultdict(list)
+    said: dict[tuple[str | None, str | None], deque[str]] = defaultdict(partial(deque, maxlen=most))
     for one, text in zip(utterances, texts, strict=True):
         own = said[one.speaker, one.chapter]
-        found.append(own[max(0, len(own) - most) :] if one.chapter else [])
+        found.append([*own] if one.chapter else [])
         own.append(text)
     return found
 

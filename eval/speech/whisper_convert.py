@@ -15,6 +15,7 @@ dimensions, u8 type, u32 bytes and its data; u32 number of aliases, and for each
 from __future__ import annotations
 
 import argparse
+import io
 import json
 import re
 import struct
@@ -80,19 +81,13 @@ def packaged_folder() -> Path:
 
 def read_variables(path: Path) -> dict[str, np.ndarray]:
     """Reads the arrays of a `model.bin` by name, without aliases."""
-    data, at = path.read_bytes(), 0
+    stream = io.BytesIO(path.read_bytes())
 
     def number(kind: str) -> int:
-        nonlocal at
-        (value,) = struct.unpack_from(f"<{kind}", data, at)
-        at += struct.calcsize(kind)
-        return int(value)
+        return int(struct.unpack(f"<{kind}", stream.read(struct.calcsize(kind)))[0])
 
     def string() -> str:
-        nonlocal at
-        size = number("H")
-        at += size
-        return data[at - size : at].rstrip(b"\0").decode()
+        return stream.read(number("H")).rstrip(b"\0").decode()
 
     found = {}
     try:
@@ -102,9 +97,8 @@ def read_variables(path: Path) -> dict[str, np.ndarray]:
         for _ in range(number("I")):
             name, rank = string(), number("B")
             shape = [number("I") for _ in range(rank)]
-            type_, size = np.dtype(TYPES[number("B")]), number("I")
-            found[name] = np.frombuffer(data, type_, size // type_.itemsize, at).reshape(shape)
-            at += size
+            type_, size = TYPES[number("B")], number("I")
+            found[name] = np.frombuffer(stream.read(size), type_).reshape(shape)
     except (ValueError, IndexError, struct.error) as error:
         raise ValueError(f"{path} cannot be read: {error}") from error
     return found
@@ -141,18 +135,11 @@ def configuration(variables: dict[str, np.ndarray], weights: dict[str, Tensor], 
         sizes[f"{side}_layers"] = sum(f"{side}.layers." in name and "fc1.bias" in name for name in weights)
         sizes[f"{side}_attention_heads"] = int(variables[f"{side}/num_heads"])
         sizes[f"{side}_ffn_dim"] = len(weights[f"model.{side}.layers.0.fc1.bias"])
-    return WhisperConfig(
-        vocab_size=vocabulary,
-        d_model=width,
-        num_mel_bins=weights["model.encoder.conv1.weight"].shape[1],
-        max_source_positions=len(weights["model.encoder.embed_positions.weight"]),
-        max_target_positions=len(weights["model.decoder.embed_positions.weight"]),
-        dropout=0.0,
-        suppress_tokens=None,
-        begin_suppress_tokens=None,
-        **sizes,
-        **special,
-    )
+    sizes |= {"vocab_size": vocabulary, "d_model": width, "dropout": 0.0}
+    sizes["num_mel_bins"] = weights["model.encoder.conv1.weight"].shape[1]
+    sizes["max_source_positions"] = len(weights["model.encoder.embed_positions.weight"])
+    sizes["max_target_positions"] = len(weights["model.decoder.embed_positions.weight"])
+    return WhisperConfig(**sizes, **special, suppress_tokens=None, begin_suppress_tokens=None)
 
 
 def convert(folder: Path) -> tuple[WhisperForConditionalGeneration, WhisperProcessor]:

@@ -42,10 +42,10 @@ def row(
     errors = edits["errors_of_pieces"]
     difference = [own - other for own, other in zip(errors, exact, strict=True)]
     return {
-        "attention": "exact" if variant is None else variant.label,
-        "num_features": None if variant is None else variant.num_features,
-        "window": None if variant is None else variant.window,
-        "options": {} if variant is None else dict(variant.more),
+        "attention": variant.label if variant else "exact",
+        "num_features": variant and variant.num_features,
+        "window": variant and variant.window,
+        "options": dict(variant.more) if variant else {},
         "wer": sum(errors) / sum(words),
         "interval": interval(errors, words, speakers),
         "difference": sum(difference) / sum(words),
@@ -83,12 +83,10 @@ def lines(rows: Sequence[Row], facts: str) -> list[str]:
 
 def plot(rows: Sequence[Row], path: Path) -> None:
     """Draws word error rates over M, with intervals, and over the mean errors of heads; exact attention is first."""
-    import matplotlib
+    from matplotlib.figure import Figure  # only the picture needs it
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(13, 4.8), sharey=True)
+    figure = Figure(figsize=(13, 4.8))
+    left, right = figure.subplots(1, 2, sharey=True)
     exact, others = rows[0], rows[1:]
     every, ticks = [100 * row["wer"] for row in rows], [5, 10, 20, 50, 100]
     left.set(yscale="log", ylim=(max(0.7 * min(every), 0.1), 1.4 * max(*every, 0.2)), yticks=ticks, yticklabels=ticks)
@@ -111,4 +109,3 @@ def plot(rows: Sequence[Row], path: Path) -> None:
     right.legend(*left.get_legend_handles_labels(), fontsize=8, loc="center left", bbox_to_anchor=(1.01, 0.5))
     figure.tight_layout()
     figure.savefig(path, dpi=110)
-    pyplot.close(figure)

@@ -17,7 +17,6 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -74,10 +73,8 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     if arguments.lengths is None:
         arguments.lengths = [1 << power for power in range(7, LONGEST[arguments.device].bit_length())]
     arguments.lengths = sorted(set(arguments.lengths))
-    for name, least in (
-        ("per_device_eval_batch_size", arguments.per_device_eval_batch_size),
-        ("lengths", arguments.lengths[0]),
-    ):
+    leasts = {"per_device_eval_batch_size": arguments.per_device_eval_batch_size, "lengths": arguments.lengths[0]}
+    for name, least in leasts.items():
         if least < 1:
             parser.error(f"expected --{name} of at least 1, got {least}")
     if arguments.name is None:
@@ -245,11 +242,8 @@ def run_attention(bench: Bench) -> Iterator[None]:
     arguments = bench.arguments
     chosen = methods.select(arguments.methods, arguments.families, arguments.device)
     options = {"heads": HEADS, "head_dim": HEAD_DIM, "num_features": NUM_FEATURES, "seed": SEED}
-    options |= {
-        "batch_size": arguments.per_device_eval_batch_size,
-        "dtype": arguments.dtype,
-        "device": arguments.device,
-    }
+    options |= {"batch_size": arguments.per_device_eval_batch_size, "dtype": arguments.dtype}
+    options["device"] = arguments.device
     if arguments.device == "cpu" and not arguments.skip_memory:
         if (problem := isolated.unavailable()) is not None:
             bench.note(problem)
@@ -329,12 +323,6 @@ def explanation(arguments: argparse.Namespace) -> list[str]:
 
 def context(arguments: argparse.Namespace, argv: Sequence[str]) -> dict[str, Any]:
     """Collects command, machine, versions and settings, with which a run can be repeated."""
-    versions = launch.versions()
-    for package in ("triton", "performer-pytorch"):
-        try:
-            versions[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            continue
     what = "Whole models" if arguments.model_types else "Attention"
     settings = {key: value for key, value in vars(arguments).items() if key != "output_dir"}
     settings |= {"num_attention_heads": HEADS, "head_dim": HEAD_DIM}
@@ -343,7 +331,7 @@ def context(arguments: argparse.Namespace, argv: Sequence[str]) -> dict[str, Any
         "title": f"{what}: speed and memory on {'a GPU' if arguments.device == 'cuda' else 'a CPU'}",
         "command": shown_command("favor.eval.speed", argv, (), ("--output_dir",)),
         "machine": f"{launch.machine()}, {torch.get_num_threads()} threads",
-        "versions": versions,
+        "versions": launch.versions("triton", "performer-pytorch"),
         "seed": SEED,
         "settings": settings,
     }

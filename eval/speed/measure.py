@@ -6,15 +6,17 @@ import gc
 import math
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 # A sample repeats the call until it is at least this long, so that the cost of the clock does not count.
 SHORTEST_SAMPLE = 0.01
+Name = TypeVar("Name", bound=Hashable)
 MOST_CALLS = 100
 
 
@@ -91,8 +93,8 @@ class Stopwatch:
 
 
 def interleaved(
-    entries: Mapping[str, Stopwatch], device: str, repeats: int, seconds_per_cell: float
-) -> dict[str, Timing | Exception]:
+    entries: Mapping[Name, Stopwatch], device: str, repeats: int, seconds_per_cell: float
+) -> dict[Name, Timing | Exception]:
     """Times several calls in turns, one sample of each per round, so that a noisy machine delays all of them equally.
 
     The order rotates by one in each round. A slow call takes part in fewer rounds: it gets about `seconds_per_cell`
@@ -104,17 +106,15 @@ def interleaved(
         expected = max(entry.expected, 1e-9)
         calls = max(1, min(MOST_CALLS, math.ceil(SHORTEST_SAMPLE / expected)))
         plans[name] = (calls, max(1, min(repeats, int(seconds_per_cell / (expected * calls)))))
-    samples: dict[str, list[float]] = {name: [] for name in entries}
-    broken: dict[str, Exception] = {}
+    samples: dict[Name, list[float]] = {name: [] for name in entries}
+    broken: dict[Name, Exception] = {}
     order = list(entries)
     gc.disable()
     try:
         for number in range(max((rounds for _, rounds in plans.values()), default=0)):
             order = order[1:] + order[:1]
-            for name in order:
-                calls, rounds = plans[name]
-                if number >= rounds or name in broken:
-                    continue
+            for name in (name for name in order if number < plans[name][1] and name not in broken):
+                calls = plans[name][0]
                 try:
                     entries[name].ready()
                     samples[name].append(seconds(entries[name].call, device, calls))
@@ -136,8 +136,7 @@ def predict(history: Mapping[int, float], length: int, exponent: int) -> float |
         return None
     last, power = known[-1], float(exponent)
     if len(known) > 1:
-        before = known[-2]
-        power = math.log(history[last] / history[before]) / math.log(last / before)
+        power = math.log(history[last] / history[known[-2]]) / math.log(last / known[-2])
         power = min(max(power, 1.0), 2.5)
     return history[last] * (length / last) ** power
 

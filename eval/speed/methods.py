@@ -82,25 +82,17 @@ def run_pass(attend: reference.Attend, inputs: Sequence[Tensor]) -> tuple[Tensor
 
 @dataclass(frozen=True)
 class Method:
-    """One way to compute attention.
-
-    Attributes:
-        name: name of its row in the tables.
-        prepare: makes the function to time, and the float64 formula that gives the right output, for a cell.
-        exponent: its time grows with this power of the length.
-        factor: factor of the tolerance of its check, in half precision.
-        least: smallest tolerance of its check.
-        checked: greatest length of its check.
-        refuses: says why the method cannot run a kind of cell; None if it can.
-    """
+    """One way to compute attention; its name is that of its row in the tables."""
 
     name: str
+    # Makes the function to time, and the float64 formula that gives the right output, for a cell.
     prepare: Callable[[Cell], tuple[reference.Attend, reference.Formula]]
-    exponent: int = 1
+    exponent: int = 1  # its time grows with this power of the length
+    # Of its check: factor of the tolerance in half precision, smallest tolerance, greatest length.
     factor: float = 1.0
     least: float = 0.0
     checked: int | None = None
-    refuses: Callable[[Cell], str | None] = lambda cell: None
+    refuses: Callable[[Cell], str | None] = lambda cell: None  # says why it cannot run a kind of cell
 
     def check(self, cell: Cell, formula: reference.Formula | None = None) -> reference.Check:
         """Compares the method with its formula, or with another one, on inputs of a cell."""
@@ -172,16 +164,13 @@ def _sdpa(backend: str, cell: Cell) -> tuple[reference.Attend, reference.Formula
     return attend, reference.softmax
 
 
+@cache
 def _sdpa_problem(backend: str, cell: Cell) -> str | None:
     """Tries a backend of torch once on a tiny cell of the kind."""
-    return _tried(backend, replace(cell, length=16))
-
-
-@cache
-def _tried(backend: str, tiny: Cell) -> str | None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch gives its reasons as warnings
         try:
+            tiny = replace(cell, length=16)
             run_pass(_sdpa(backend, tiny)[0], tiny.inputs())
         except RuntimeError as error:
             return f"this backend does not run here ({str(error).strip().splitlines()[0].rstrip('.')})"

@@ -31,13 +31,8 @@ TOLERANCE = {"float64": 1e-4, "float32": 5e-4, "float16": 3e-2, "bfloat16": 5e-2
 class Sample:
     """Some query rows of one head with all keys that they may see, in float64.
 
-    Attributes:
-        batch, head: the sequence and the head that it was taken from.
-        rows: positions of the queries, `[R]`.
-        query: `[R, d]`.
-        key, value: `[L, d]`, `[L, dv]`.
-        queries: all queries of the head, `[L, d]`, without gradients.
-        causal: row i sees keys 0 ... i.
+    The positions of the queries `[R, d]` are `rows`; keys are `[L, d]`, values `[L, dv]`, and `queries` are all of the
+    head `[L, d]`, without gradients. If it is causal, row i sees keys 0 ... i.
     """
 
     batch: int
@@ -86,11 +81,7 @@ def softmax(sample: Sample) -> Tensor:
 def features(sample: Sample, name: str, omega: Tensor, window: int = 0) -> Tensor:
     """Computes the estimator of `favor_attention` from its definition, `[R, dv]`: features of rows and keys, weights.
 
-    Args:
-        sample: the rows.
-        name: registry name of positive features.
-        omega: directions of the head, `[M, d]`.
-        window: tokens of the blocks in which weights are exact; 0 for no blocks.
+    Directions of the head are `omega`, `[M, d]`; in blocks of `window` tokens weights are exact (0: no blocks).
     """
     family, omega, root = families.get(name), omega.double(), sample.query.shape[-1] ** -0.25
     assert isinstance(family, PositiveFeatures)
@@ -118,10 +109,7 @@ def features(sample: Sample, name: str, omega: Tensor, window: int = 0) -> Tenso
 def landmarks(sample: Sample, means: int, selected: int | None) -> Tensor:
     """Computes attention through landmarks from its definition, `[R, dv]`, in time and memory quadratic in the length.
 
-    Args:
-        sample: the rows.
-        means: M, nodes of keys in encoders.
-        selected: K, keys that a block reads exactly; None is the default.
+    M `means` are nodes of keys in encoders, a block reads K `selected` keys exactly; None is the default.
     """
     queries = sample.queries.index_put((sample.rows,), sample.query)
     query, key, value = (tensor.cpu()[None, None] for tensor in (queries, sample.key, sample.value))
@@ -138,7 +126,7 @@ def performer(sample: Sample, projection: Tensor) -> Tensor:
     projection, root = projection.double(), sample.query.shape[-1] ** -0.25
     x, y = sample.query * root, sample.key * root
 
-    def feature(tokens: Tensor, top: Tensor | None) -> Tensor:
+    def feature(tokens: Tensor, top: Tensor | None = None) -> Tensor:
         logits = tokens @ projection.T
         top = logits.detach().amax(-1, keepdim=True) if top is None else top
         exponent = logits - tokens.square().sum(-1, keepdim=True) / 2 - top
@@ -146,7 +134,7 @@ def performer(sample: Sample, projection: Tensor) -> Tensor:
 
     with torch.no_grad():
         top = torch.stack([(block @ projection.T).max() for block in y.split(BLOCK)]).max()
-    of_query = feature(x, None)
+    of_query = feature(x)
     weights = sample.seen(_by_blocks(lambda keys: of_query @ feature(keys, top).T, y), 0.0)
     total = weights.sum(-1) + (1e-6 * of_query.sum(-1) if sample.causal else 0.0)
     return weights @ sample.value / total[:, None]
@@ -176,33 +164,23 @@ class Check:
         return f"relative error {self.errors[name]:.1e} of {name}"
 
 
-def compare(
-    attend: Attend,
-    formula: Formula,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *,
-    causal: bool,
-    tolerance: float,
-    seed: int = 0,
-) -> Check:
+def compare(attend: Attend, formula: Formula, *inputs: Tensor, causal: bool, tolerance: float, seed: int = 0) -> Check:
     """Runs `attend` once on `[B, H, L, d]` inputs and compares it with a formula in float64.
 
     The error of the output is that of the worst row, |found - expected| / |expected|. The error of a gradient is that
     of the worst sixteenth of the length. Every gradient outside of the sampled head must be zero.
     """
-    sample = Sample.draw(query, key, value, causal=causal, seed=seed)
+    sample = Sample.draw(*inputs, causal=causal, seed=seed)
     place = (sample.batch, sample.head)
-    with torch.set_grad_enabled(query.requires_grad):
-        out, expected = attend(query, key, value), formula(sample)
+    with torch.set_grad_enabled(inputs[0].requires_grad):
+        out, expected = attend(*inputs), formula(sample)
     error = (out.detach()[place][sample.rows].double() - expected).detach().norm(dim=-1)
     errors = {"output": _largest(error / expected.detach().norm(dim=-1))}
-    if query.requires_grad:
+    if inputs[0].requires_grad:
         slope = torch.randn(expected.shape, generator=torch.Generator().manual_seed(seed)).to(out)
         sparse = torch.zeros_like(out)
         sparse[sample.batch, sample.head, sample.rows] = slope
-        found = torch.autograd.grad(out, (query, key, value), sparse)
+        found = torch.autograd.grad(out, inputs, sparse)
         own = torch.autograd.grad(expected, (sample.query, sample.key, sample.value), slope.double())
         wanted = (torch.zeros_like(sample.queries).index_put((sample.rows,), own[0]), *own[1:])
         for name, gradient, right in zip(("query", "key", "value"), found, wanted, strict=True):

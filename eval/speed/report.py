@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -18,31 +18,18 @@ BASELINE, EAGER, DASH = "sdpa", "eager", "-"
 
 @dataclass
 class Result:
-    """One method at one length.
-
-    Attributes:
-        panel: name of the comparison, such as "causal, forward".
-        method: name of the row in the tables.
-        length: tokens L.
-        status: "ok", "failed" (its check or the method itself) or "skipped".
-        reason: reason why it failed or was skipped, empty otherwise.
-        check: errors and tolerance of the check, None if there was no check.
-        timing: seconds of a pass; None unless the status is "ok".
-        speedup: seconds of the fastest SDPA backend of the cell over its own; more is better.
-        peak_bytes: peak memory of a pass, without inputs.
-        tokens_per_second: of whole models only.
-    """
+    """One method at one length of a panel, such as "causal, forward"."""
 
     panel: str
     method: str
     length: int
-    status: str = "ok"
-    reason: str = ""
-    check: dict[str, Any] | None = None
-    timing: Timing | None = None
-    speedup: float | None = None
-    peak_bytes: int | None = None
-    tokens_per_second: float | None = None
+    status: str = "ok"  # or "failed" (its check or the method itself) or "skipped"
+    reason: str = ""  # why it failed or was skipped
+    check: dict[str, Any] | None = None  # errors and tolerance
+    timing: Timing | None = None  # of a pass, if the status is "ok"
+    speedup: float | None = None  # seconds of the fastest SDPA backend of the cell over its own; more is better
+    peak_bytes: int | None = None  # of a pass, without inputs
+    tokens_per_second: float | None = None  # of whole models only
 
 
 def is_baseline(method: str) -> bool:
@@ -53,18 +40,12 @@ def is_baseline(method: str) -> bool:
 def crossover(method: Mapping[int, float], baseline: Mapping[int, float]) -> tuple[str, float] | None:
     """Finds the length from which on `method` is faster than `baseline`, at every longer length measured for both.
 
-    Between two lengths, the logarithm of the ratio is interpolated linearly in the logarithm of the length.
-
-    Args:
-        method, baseline: seconds by length.
+    Both are seconds by length. Between two lengths, the logarithm of the ratio is interpolated linearly in the
+    logarithm of the length.
 
     Returns:
         "interpolated" and the length, "at or below" and the shortest length, or "not reached" and the longest; None if
         no length was measured for both.
-
-    Example:
-        >>> crossover({1: 4.0, 2: 8.0, 4: 16.0}, {1: 1.0, 2: 4.0, 4: 64.0})
-        ('interpolated', 2.5198...)
     """
     lengths = sorted(set(method) & set(baseline))
     if not lengths:
@@ -118,26 +99,18 @@ def _number(value: float) -> str:
 
 
 def _time(result: Result) -> str:
-    if result.status == "failed":
-        return f"FAILED ({result.reason})"
     if result.timing is None:
-        return DASH
+        return f"FAILED ({result.reason})" if result.status == "failed" else DASH
     return f"{_number(1e3 * result.timing.median)}" + (f" ({result.speedup:.2f}x)" if result.speedup else "")
 
 
-def _tokens(result: Result) -> str:
-    return DASH if result.tokens_per_second is None else f"{result.tokens_per_second:.0f}"
-
-
-def _memory(result: Result) -> str:
-    return DASH if result.peak_bytes is None else _number(result.peak_bytes / 1e6)
-
-
-TABLES = (
-    ("Time of a pass in ms (in brackets: how many times as fast as the fastest SDPA backend)", _time),
-    ("Tokens a second", _tokens),
-    ("Peak memory of a pass in MB (10^6 bytes; output and gradients included, inputs not)", _memory),
-)
+TABLES: dict[str, Callable[[Result], str]] = {
+    "Time of a pass in ms (in brackets: how many times as fast as the fastest SDPA backend)": _time,
+    "Tokens a second": lambda own: f"{own.tokens_per_second:.0f}" if own.tokens_per_second is not None else DASH,
+    "Peak memory of a pass in MB (10^6 bytes; output and gradients included, inputs not)": (
+        lambda own: _number(own.peak_bytes / 1e6) if own.peak_bytes is not None else DASH
+    ),
+}
 
 
 def table_lines(results: Sequence[Result]) -> list[str]:
@@ -148,7 +121,7 @@ def table_lines(results: Sequence[Result]) -> list[str]:
         methods = list(dict.fromkeys(r.method for r in here if r.status != "skipped"))
         cells = {(r.length, r.method): r for r in here}
         lines += [f"## {panel[0].upper()}{panel[1:]}", ""]
-        for title, show in TABLES:
+        for title, show in TABLES.items():
             rows = [
                 [str(length), *(show(cells[length, method]) for method in methods)]
                 for length in sorted({r.length for r in here})
@@ -159,14 +132,10 @@ def table_lines(results: Sequence[Result]) -> list[str]:
 
 
 def write(
-    results: Sequence[Result],
-    notes: Sequence[str],
-    explanation: Sequence[str],
-    context: Mapping[str, Any],
-    folder: Path,
-    name: str,
+    results: Sequence[Result], notes: Sequence[str], explanation: Sequence[str], context: Mapping[str, Any], *place: Any
 ) -> list[str]:
-    """Writes name.json, name.md and name.png into the folder; returns the lines of name.md but the last ones."""
+    """Writes name.json, name.md and name.png, in the `place` (folder, name); returns the lines but the last ones."""
+    folder, name = place
     crosses = compare(results)
     lines = [f"# {context['title']}", "", *table_lines(results)]
     if crosses:

@@ -1,7 +1,5 @@
 """The benchmark of generation refuses times of a cache that gives something else, and counts what caches hold."""
 
-import json
-
 import pytest
 
 import favor
@@ -15,25 +13,19 @@ def few(monkeypatch):
     monkeypatch.setattr(generation, "TOKENS", 3)
 
 
-def test_report_holds_times_and_bytes(tmp_path):
-    words = [*SMALL, "--window", "4", "--lengths", "12", "6"]
-    assert generation.main([*words, "--output_dir", str(tmp_path)]) == 0
-    rows = json.loads((tmp_path / "generation_cpu.json").read_text())["rows"]
+def test_report_holds_times_and_bytes(ran):
+    rows = ran(generation, *SMALL, "--window", 4, "--lengths", 12, 6)[0]["rows"]
     cells = [(backend, context) for backend in ("favor+", "landmark") for context in (6, 12)]
     assert [(row["backend"], row["context"]) for row in rows] == cells
     assert all(row["exact_ms"] > 0 and row["own_ms"] > 0 and row["error"] < 1e-4 for row in rows)
     # 2 layers, 4 key heads of 64: keys and values of 15 tokens, or 8 weights and means, and 3 tokens in a block.
     assert rows[1]["exact_bytes"] == 2 * 2 * 15 * 4 * 64 * 4
     assert rows[1]["own_bytes"] == 2 * 4 * 4 * (8 * 65 + 3 * (64 + 64 + 1))
-    text = (tmp_path / "generation_cpu.md").read_text()
-    assert "| grouped | landmark | 12 |" in text
-    assert "with 64 selected keys" in text
 
 
-def test_landmarks_after_contexts_of_several_sections(tmp_path):
-    words = [*SMALL, "--shapes", "llama", "gemma", "--backends", "landmark", "--lengths", "600"]
-    assert generation.main([*words, "--output_dir", str(tmp_path)]) == 0
-    rows = json.loads((tmp_path / "generation_cpu.json").read_text())["rows"]
+def test_landmarks_after_contexts_of_several_sections(ran):
+    words = [*SMALL, "--shapes", "llama", "gemma", "--backends", "landmark", "--lengths", 600]
+    rows = ran(generation, *words)[0]["rows"]
     assert [row["shape"] for row in rows] == ["llama", "gemma"]
     assert all(row["error"] < 1e-4 and row["own_bytes"] > row["exact_bytes"] for row in rows)
 

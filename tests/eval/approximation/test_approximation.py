@@ -7,14 +7,7 @@ import numpy as np
 import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
-from transformers import (
-    BertConfig,
-    BertModel,
-    LlamaConfig,
-    LlamaForCausalLM,
-    RobertaConfig,
-    RobertaModel,
-)
+from transformers import BertModel, LlamaConfig, LlamaForCausalLM, RobertaModel
 
 import favor
 from favor.eval.approximation import __main__ as approximation
@@ -75,23 +68,6 @@ def test_baselines_are_their_definition(is_causal, padded):
                 torch.testing.assert_close(local[b, h, i], weights @ values[near])
 
 
-def test_report_of_an_encoder(bert_folder, glue_folder, text, tmp_path):
-    words = "--lengths 24 --samples 2 --num_features 8 --windows 0 24 --backends favor+ favor#:wderf"
-    found, text_of = run(bert_folder, text, tmp_path, f"{words} --glue_dir {glue_folder}")
-    by_name = {(v["backend"], v["features"], v["window"]): v for v in found["variants"]}
-    assert len(by_name) == 6
-    assert by_name[("favor#", "wderf", 24)]["error"] < 1e-5
-    assert by_name[("favor#", "wderf", 24)]["score"] == pytest.approx(1.0, abs=1e-6)
-    assert by_name[("favor+", None, 0)]["error"] > 0.05
-    assert by_name[("favor+", None, 0)]["score"] < 1
-    assert by_name[(LOCAL, None, 24)]["error"] < 1e-5
-    assert by_name[(MEAN, None, 0)]["score"] is None
-    assert by_name[("favor+", None, 24)]["sts"] is None
-    assert -1 <= by_name[("favor+", None, 0)]["sts"] <= 1
-    assert str(tmp_path) not in text_of
-    assert "| `favor#:wderf` | 8 | 24 | 24 | 0.000 |" in text_of
-
-
 def test_perplexity_of_a_decoder(decoder_folder):
     model = LlamaForCausalLM.from_pretrained(decoder_folder).eval()
     ids = torch.randint(0, 24, (3, 16))
@@ -106,10 +82,7 @@ def test_perplexity_of_a_decoder(decoder_folder):
 
 
 def test_errors_on_a_sample_of_the_queries():
-    """The same as on all queries, of the rows that were drawn; one row of each equal stretch, not always its first.
-
-    Zero where a window covers the sequence.
-    """
+    """As on all queries, of the rows that were drawn, one of each equal stretch; zero where a window covers all."""
     o = seen(length=60)
     variants = [Variant(MEAN, None, 0, 0), Variant(LOCAL, None, 0, 7), Variant("favor+", None, 8, 0)]
     errors = HeadErrors([*variants, Variant("favor#", "wderf", 8, 60)], seed=3, query_samples=12)
@@ -125,17 +98,12 @@ def test_errors_on_a_sample_of_the_queries():
         torch.testing.assert_close(torch.stack(errors.errors[variant][0]), expected)
 
 
-@pytest.mark.parametrize(
-    ("config_class", "model_class", "first"), [(BertConfig, BertModel, 0), (RobertaConfig, RobertaModel, 3)]
-)
-def test_repeated_positions_are_those_of_a_model_with_a_longer_table(config_class, model_class, first):
+@pytest.mark.parametrize(("model_class", "first"), [(BertModel, 0), (RobertaModel, 3)])
+def test_repeated_positions_are_those_of_a_model_with_a_longer_table(model_class, first):
     sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 16}
-    small, large = (
-        model_class(
-            config_class(**sizes, vocab_size=20, pad_token_id=max(first - 1, 0), max_position_embeddings=first + number)
-        ).eval()
-        for number in (8, 24)
-    )
+    sizes |= {"vocab_size": 20, "pad_token_id": max(first - 1, 0)}
+    configs = (model_class.config_class(**sizes, max_position_embeddings=first + number) for number in (8, 24))
+    small, large = (model_class(config).eval() for config in configs)
     weights = small.state_dict()
     name = "embeddings.position_embeddings.weight"
     weights[name] = torch.cat([weights[name][:first], weights[name][first:].repeat(3, 1)])
@@ -241,13 +209,22 @@ def test_settings_that_each_layer_chose(bert_folder, text, tmp_path, monkeypatch
     assert default["score"] == pytest.approx(1, abs=1e-6)
 
 
-def test_report_by_length(bert_folder, text, tmp_path):
+def test_report_of_an_encoder_by_length(bert_folder, glue_folder, text, tmp_path):
     """Also beyond the 128 positions of the model."""
-    words = "--lengths 200 24 --samples 2 --num_features 8 --windows 0 --query_samples 50"
-    found, lines = run(bert_folder, text, tmp_path, f"{words} --backends favor+ landmark:selected_keys=30")
+    words = f"--lengths 200 24 --samples 2 --num_features 8 --windows 0 24 --query_samples 50 --glue_dir {glue_folder}"
+    found, lines = run(bert_folder, text, tmp_path, f"{words} --backends favor+ favor#:wderf landmark:selected_keys=30")
     assert found["facts"]["positions"] == "repeat every 128 tokens in longer samples"
-    by_name = {(v["backend"], v["length"]): v for v in found["variants"]}
-    assert len(by_name) == len(found["variants"]) == 6
+    by_window = {(v["backend"], v["window"], v["length"]): v for v in found["variants"]}
+    assert len(by_window) == len(found["variants"]) == 7 * 2
+    whole, bare = by_window["favor#", 24, 24], by_window["favor+", 0, 24]
+    assert whole["error"] < 1e-5 < 0.05 < bare["error"]
+    assert whole["score"] == pytest.approx(1.0, abs=1e-6)
+    assert bare["score"] < 1
+    assert by_window[LOCAL, 24, 24]["error"] < 1e-5
+    assert by_window[MEAN, 0, 24]["score"] is whole["sts"] is None
+    assert -1 <= bare["sts"] <= 1
+    assert str(tmp_path) not in lines
+    by_name = {(v["backend"], v["length"]): v for v in found["variants"] if not v["window"]}
     for entry in found["variants"]:
         heads = np.array(entry["by_head"])
         expected = [heads.mean(), np.quantile(heads, 0.5), np.quantile(heads, 0.9), heads.max()]
@@ -260,3 +237,4 @@ def test_report_by_length(bert_folder, text, tmp_path):
     name = "| `landmark:selected_keys=30` | 8 | -"
     assert any(line.startswith(f"{name} | 0.000 (0.000) | 0.") for line in lines)
     assert any(line.startswith(f"{name} | 24 | 0.000 | 0.000 | 0.000 | 0.000 | 100% |") for line in lines)
+    assert any(line.startswith("| `favor#:wderf` | 8 | 24 | 24 | 0.000 |") for line in lines)

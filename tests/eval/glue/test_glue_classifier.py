@@ -27,17 +27,14 @@ def classifier(bert_folder, tmp_path):
 
     def call(names: list[str]):
         torch.manual_seed(1)
-        folder = tmp_path / "classifier"
-        labels = dict(enumerate(names))
-        model = BertForSequenceClassification.from_pretrained(
-            bert_folder, id2label=labels, label2id={name: number for number, name in labels.items()}
-        )
+        folder, labels = tmp_path / "classifier", dict(enumerate(names))
+        numbers = {name: number for number, name in labels.items()}
+        model = BertForSequenceClassification.from_pretrained(bert_folder, id2label=labels, label2id=numbers)
         torch.nn.init.normal_(model.classifier.weight)
         tokenizer = AutoTokenizer.from_pretrained(bert_folder)
+        words = tokenizer(sorted(tokenizer.get_vocab()), return_tensors="pt")
         with torch.no_grad():  # centred logits: all labels are predicted
-            model.classifier.bias -= model.eval()(
-                **tokenizer(sorted(tokenizer.get_vocab()), return_tensors="pt")
-            ).logits.mean(0)
+            model.classifier.bias -= model.eval()(**words).logits.mean(0)
         model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
         return folder
@@ -80,19 +77,14 @@ def test_exact_and_switched_side_by_side(classifier, evaluate, glue_folder):
     folder, data = classifier(["Positive", "NEGATIVE"]), load_glue("sst2", glue_folder)
     few = "landmark:num_features=2,selected_keys=0"
     rows, content, report = evaluate(folder, "sst2", "--backends", few, "favor+:8", "--exact_below", "20", "0", "7")
-    assert list(rows) == [
-        "sdpa",
-        *(f"{name}, exact_below {own}" for name in (few, "favor+:8") for own in (20, 0, 7)),
-    ]
+    assert list(rows) == ["sdpa", *(f"{name}, exact_below {own}" for name in (few, "favor+:8") for own in (20, 0, 7))]
     exact = outputs(folder, data)
     assert rows["sdpa"]["metrics"] == score(exact, data, [1, 0]) != score(exact, data, [0, 1])
     assert content["labels"] == {"negative": 1, "positive": 0}
     assert "another order than the data" in report
     lengths = [len(text.split()) + 2 for text in data.evaluation["validation"]["sentence"][:]]
-    options = {
-        few: ("landmark", {"num_features": 2, "selected_keys": 0}),
-        "favor+:8": ("favor+", {"num_features": 8}),
-    }
+    landmarks = {"num_features": 2, "selected_keys": 0}
+    options = {few: ("landmark", landmarks), "favor+:8": ("favor+", {"num_features": 8})}
     for name, (backend, own) in options.items():
         always, never, some = (rows[f"{name}, exact_below {bound}"] for bound in (20, 0, 7))
         assert (always["exact_samples"], never["exact_samples"]) == (1, 0)
@@ -146,9 +138,8 @@ def test_scores_of_a_decoder_without_padding_token(bert_folder, evaluate, glue_f
     GPT2ForSequenceClassification(config).save_pretrained(folder)
     AutoTokenizer.from_pretrained(bert_folder).save_pretrained(folder)
     rows, _, report = evaluate(folder, "stsb", "--backends", "favor+:8", "--exact_below", "0")
-    exact, switched = (
-        outputs(folder, data, **own) for own in ({}, {"backend": "favor+", "num_features": 8, "exact_below": 0})
-    )
+    options = {"backend": "favor+", "num_features": 8, "exact_below": 0}
+    exact, switched = (outputs(folder, data, **own) for own in ({}, options))
     for row, logits in (("sdpa", exact), ("favor+:8, exact_below 0", switched)):
         assert rows[row]["metrics"] == pytest.approx(score(logits, data, None), abs=1e-6)
     change = (switched - exact).abs().mean().item()

@@ -1,6 +1,5 @@
 """Perplexity: numbers beside transformers' own loss, and a run that goes on where it was stopped."""
 
-import json
 import math
 
 import numpy as np
@@ -13,14 +12,9 @@ from favor.train.text.samples import samples
 
 
 @pytest.fixture
-def words(folder, novel_file, tmp_path):
+def words(folder, novel_file):
     sizes = ["--lengths", "64", "200", "--samples", "3"]
-    variants = ["--backends", "exact", "favor+:num_features=8"]
-    return [str(folder), "--texts", str(novel_file), *sizes, *variants, "--output_dir", str(tmp_path / "out")]
-
-
-def contents(words):
-    return json.loads((perplexity.Path(words[-1]) / "perplexity.json").read_text())
+    return [folder, "--texts", novel_file, *sizes, "--backends", "exact", "favor+:num_features=8"]
 
 
 @pytest.mark.parametrize("length", [2, 7, 8, 50])
@@ -41,9 +35,8 @@ def test_a_model_that_changes_its_logits_is_refused():
         perplexity.token_nats(model, torch.randint(50, (1, 9)))
 
 
-def test_the_table_holds_perplexities_of_the_whole_and_of_the_second_half(words, llama, tokenizer, novel_file):
-    assert perplexity.main(words) == 0
-    cells = contents(words)["cells"]
+def test_the_table_holds_perplexities_of_the_whole_and_of_the_second_half(words, llama, tokenizer, novel_file, ran):
+    cells = ran(perplexity, *words)[0]["cells"]
     assert [(cell["length"], cell["variant"]) for cell in cells] == [
         (length, variant) for length in (64, 200) for variant in ("exact", "favor+:num_features=8")
     ]
@@ -71,12 +64,11 @@ def test_the_error_is_that_of_paired_differences():
     assert error == pytest.approx((1 + share) * spread / math.sqrt(3))
 
 
-def test_a_run_that_was_stopped_goes_on_and_gives_the_same(words, monkeypatch):
-    perplexity.main(words)
-    first, records = contents(words)["cells"], perplexity.Path(words[-1]) / "perplexity.jsonl"
+def test_a_run_that_was_stopped_goes_on_and_gives_the_same(words, monkeypatch, tmp_path, ran):
+    first, records = ran(perplexity, *words)[0]["cells"], tmp_path / "out" / "x.jsonl"
     lines = records.read_text().splitlines()
     records.write_text("\n".join([*lines[:6], lines[6][:20]]))  # torn in the sixth result of 12
     measured, real = [], perplexity.token_nats
     monkeypatch.setattr(perplexity, "token_nats", lambda *given: measured.append(1) or real(*given))
-    perplexity.main(words)
-    assert (len(measured), contents(words)["cells"]) == (7, first)
+    assert ran(perplexity, *words)[0]["cells"] == first
+    assert len(measured) == 7

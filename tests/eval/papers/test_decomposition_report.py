@@ -1,6 +1,5 @@
 """The comparison of decompositions: what its numbers mean, by other ways to the same, and what it writes."""
 
-import json
 import math
 
 import numpy as np
@@ -10,7 +9,6 @@ from scipy import sparse
 from sklearn.metrics import average_precision_score
 
 from favor.decomposition import L1KernelPCA, VRPower
-from favor.eval.common import report
 from favor.eval.papers import decomposition as program
 from favor.eval.papers import power_methods as methods
 
@@ -29,22 +27,18 @@ def write_keel(folder):
     """Small files in the KEEL form, outliers far from the rest, a column that is constant."""
     source = np.random.default_rng(0)
     for file, outlier, other in (("wisconsin.dat", "4", "2"), ("ionosphere.dat", "b", "g")):
-        near = source.normal(size=(30, 3))
-        far = source.normal(size=(5, 3)) + np.array([6, -6, 6])
-        lines = [f"{a:.3f}, {b:.3f}, 0.0, {c:.3f}, {other}" for a, b, c in near]
-        lines += [f"{a:.3f}, {b:.3f}, 0.0, {c:.3f}, {outlier}" for a, b, c in far]
-        (folder / file).write_text("\n".join(lines) + "\n")
+        rows, labels = source.normal(size=(35, 3)), [other] * 30 + [outlier] * 5
+        rows[30:] += [6, -6, 6]
+        lines = (f"{a:.3f}, {b:.3f}, 0.0, {c:.3f}, {own}\n" for (a, b, c), own in zip(rows, labels, strict=True))
+        (folder / file).write_text("".join(lines))
 
 
 def test_wbc_is_all_benign_and_21_malignant_rows():
-    x, labels = program.wbc()
-    assert x.shape == (378, 30)
-    assert labels.sum() == 21
-    assert x[labels][0, 0] == 17.99  # the first row of the data
-    drawn = [program.wbc_draw(seed) for seed in (0, 0, 1)]
-    assert np.array_equal(drawn[0][0], drawn[1][0])
-    assert not np.array_equal(drawn[0][0], drawn[2][0])
-    assert [labels.sum() for _, labels in drawn] == [21, 21, 21]
+    drawn = [program.wbc(seed) for seed in (None, 0, 0, 1)]
+    assert [(x.shape, labels.sum()) for x, labels in drawn] == [((378, 30), 21)] * 4
+    assert drawn[0][0][drawn[0][1]][0, 0] == 17.99  # the first row of the data
+    assert np.array_equal(drawn[1][0], drawn[2][0])
+    assert not np.array_equal(drawn[1][0], drawn[3][0])
 
 
 def test_l2_scores_follow_the_model_of_l1_scores():
@@ -58,10 +52,9 @@ def test_area_is_a_mean_over_rounds_of_the_trapezoid_rule():
     # Points (recall, precision): (0, 1), (.5, 1), (.5, .5), (1, 2/3), and precision .5 at recall 1.
     by_hand = 0.5 * 1 + 0.5 * (0.5 + 2 / 3) / 2
     assert program.area(labels, scores) == pytest.approx(by_hand)
-    assert program.area(labels, scores) != pytest.approx(average_precision_score(labels, scores))
-    assert program.area(labels, np.stack((scores, -scores))) == pytest.approx(
-        (by_hand + program.area(labels, -scores)) / 2
-    )
+    assert by_hand != pytest.approx(average_precision_score(labels, scores))
+    mean = (by_hand + program.area(labels, -scores)) / 2
+    assert program.area(labels, np.stack((scores, -scores))) == pytest.approx(mean)
 
 
 def test_keel_files(tmp_path):
@@ -93,31 +86,27 @@ def test_the_objective_is_half_the_squared_error_that_both_report(form):
     V = form(np.random.default_rng(0).poisson(1.0, size=(30, 20)).astype(float))
     W, H = program.start(V, 3, 0)
     for make in program.nmf_methods().values():
-        model = make(3, 5)
+        model = make(n_components=3, max_iter=5)
         left = model.fit_transform(V, W=W.copy(), H=H.copy())
-        assert program.divergence(V, left, model.components_) == pytest.approx(
-            model.reconstruction_err_**2 / 2, rel=1e-9
-        )
+        expected = pytest.approx(model.reconstruction_err_**2 / 2, rel=1e-9)
+        assert program.divergence(V, left, model.components_) == expected
         assert model.n_iter_ == 5
 
 
 def test_the_start_is_one_sweep_of_mu():
     V, count = program.problem("planted")
-    assert V.shape == (300, 200)
-    assert count == 10
+    assert (V.shape, count) == ((300, 200), 10)
     first = program.start(V, 10, 3)
     source = np.random.default_rng(3)
     W, H = source.uniform(size=(300, 10)), source.uniform(size=(10, 200))
-    turned = program.nmf_methods()[program.MU](10, 1)
+    turned = program.nmf_methods()[program.MU](n_components=10, max_iter=1)
     left = turned.fit_transform(V.T, W=H.T.copy(), H=W.T.copy())  # sklearn starts with W, which is our H
     assert pytest.approx(first[1]) == left.T
     assert pytest.approx(first[0]) == turned.components_.T
 
 
 def test_equal_time_and_equal_sweeps(monkeypatch):
-    monkeypatch.setattr(
-        program, "problem", lambda name: (np.random.default_rng(0).poisson(2.0, size=(40, 30)) * 1.0, 3)
-    )
+    monkeypatch.setattr(program, "problem", lambda name: (np.random.default_rng(0).poisson(2.0, (40, 30)) * 1.0, 3))
     found = program.measure_nmf()
     here = found["sets"]["digits"]
     assert here["shape"] == [40, 30]
@@ -126,9 +115,9 @@ def test_equal_time_and_equal_sweeps(monkeypatch):
     assert here["objective"][program.MU][1][1] == again
     # One number of sweeps that claims name, and it is the last one too.
     assert list(here["equal_time"]) == ["50"]
-    for trial in here["equal_time"]["50"]:
+    for trial, line in zip(here["equal_time"]["50"], here["objective"][program.MU], strict=True):
         assert trial["sweeps"] >= 1
-        assert trial["mu"] == pytest.approx(here["objective"][program.MU][here["equal_time"]["50"].index(trial)][2])
+        assert trial["mu"] == pytest.approx(line[2])
     assert len(program.nmf_checks(found)) == 4
     assert len([line for line in program.nmf_lines(found) if line.startswith("| digits")]) == 6
 
@@ -164,21 +153,6 @@ def test_the_optimum_is_one_and_theory_is_the_rate_of_the_jacobian(name):
         tangent = basis[:, 1:]
         radius = torch.linalg.eigvals(tangent.T @ jacobian @ tangent).abs().max().item()
         assert methods.theory(given, best, shift) == pytest.approx(radius, rel=1e-6)
-
-
-def test_rates_and_iterations_of_sequences():
-    distances = [0.1 * 0.5**k for k in range(60)]
-    assert methods.measured_rate(distances) == pytest.approx(0.5)
-    assert math.isnan(methods.measured_rate([0.1, 0.05]))
-    assert methods.thinned([3.0, 2.0, 1.0]) == [(0, 3.0), (1, 2.0), (2, 1.0)]
-
-
-def test_mixture_rates_are_measured_on_a_problem(monkeypatch):
-    monkeypatch.setattr(methods, "problem", fewer_components)
-    found = methods.measure_mixture()
-    cells = found["problems"]["poisson"]["methods"]
-    for cell in cells.values():
-        assert cell["rate"] == pytest.approx(cell["theory"], rel=0.05)
 
 
 def test_rows_have_the_spectrum_and_baselines_are_what_they_say():
@@ -222,36 +196,30 @@ def test_paths_of_estimators_are_theirs():
     assert limited[-1][0] <= 20 < path[len(limited)][0]
 
 
-def test_passes_and_the_claim():
+def test_numbers_of_sequences_and_the_claim():
+    assert methods.measured_rate([0.1 * 0.5**k for k in range(60)]) == pytest.approx(0.5)
+    assert math.isnan(methods.measured_rate([0.1, 0.05]))
+    assert methods.thinned([3.0, 2.0, 1.0]) == [(0, 3.0), (1, 2.0), (2, 1.0)]
     assert methods.passes_to([(1.0, 0.5), (2.5, 1e-5)], 1e-4) == 2.5
     assert methods.passes_to([(1.0, 0.5)], 1e-4) == math.inf
-
-    def cell(*passes):
-        return {"passes": passes, "seeds": [[count] for count in passes]}
-
-    def verdict(power, vr):
-        cells = {methods.POWER: cell(9.0, power), methods.VR_POWER: cell(4.0, vr)}
+    for power, vr, holds in ((190.0, 12.0, True), (140.0, 12.0, False), (190.0, 26.0, False)):
+        passes = {methods.POWER: (9.0, power), methods.VR_POWER: (4.0, vr)}
+        cells = {name: {"passes": own, "seeds": [[count] for count in own]} for name, own in passes.items()}
         (check,) = methods.pca_checks({"gaps": {"0.05": cells}})
-        return check.line()
-
-    assert verdict(190.0, 12.0).startswith("holds")
-    assert verdict(140.0, 12.0).startswith("DOES NOT HOLD")
-    assert verdict(190.0, 26.0).startswith("DOES NOT HOLD")
+        assert check.holds == holds
 
 
-def test_writes_a_report_with_checks(tmp_path, monkeypatch, capsys):
+def test_writes_a_report_with_checks(tmp_path, monkeypatch, capsys, ran):
     monkeypatch.setattr(program, "problem", lambda name: (np.random.default_rng(0).poisson(2.0, (40, 30)) * 1.0, 3))
     monkeypatch.setattr(methods, "problem", fewer_components)
-    monkeypatch.setattr(program, "wbc", lambda chosen=None: program.keel("BreastW", tmp_path))
+    monkeypatch.setattr(program, "wbc", lambda seed=None: program.keel("BreastW", tmp_path))
     write_keel(tmp_path)
-    words = ["--parts", "pca", "nmf", "outliers", "mixture", "--keel_dir", str(tmp_path)]
-    assert program.main([*words, "--output_dir", str(tmp_path / "out")]) == 0
-    result = json.loads((tmp_path / "out" / "decomposition.json").read_text())
-    assert result["command"] == report.shown_command("favor.eval.papers.decomposition", words, ["--keel_dir"])
-    assert str(tmp_path) not in (tmp_path / "out" / "decomposition.md").read_text()
+    result, _ = ran(program, "--parts", "pca", "nmf", "outliers", "mixture", "--keel_dir", tmp_path, code=0)
+    assert "decomposition --parts pca nmf outliers mixture --keel_dir DATA --name x" in result["command"]
     assert list(result["parts"]) == ["outliers", "nmf", "mixture", "pca"]
-    for part in ("nmf", "mixture", "pca"):
-        assert (tmp_path / "out" / f"decomposition_{part}.png").stat().st_size > 1000
+    assert sorted(path.stem for path in tmp_path.glob("out/*.png")) == ["x_mixture", "x_nmf", "x_pca"]
+    for cell in result["parts"]["mixture"]["problems"]["poisson"]["methods"].values():
+        assert cell["rate"] == pytest.approx(cell["theory"], rel=0.05)
     # Three passes are not enough, and the report says so.
     (claim,) = [check for check in result["checks"] if check["statement"].startswith("VRPower")]
     assert not claim["holds"]

@@ -1,5 +1,6 @@
 """The comparison of optimizers of an output layer: its tasks, its training loop, its choices, and a small run of it."""
 
+import itertools
 import json
 import math
 from dataclasses import replace
@@ -10,7 +11,7 @@ import torch
 from torch.optim import AdamW
 
 from favor.eval.papers import head_optimizer, head_tasks
-from favor.eval.papers.head_optimizer import GRIDS, Entry, Grid, Runs, config_of, train
+from favor.eval.papers.head_optimizer import Entry, Grid, Runs, config_of, train
 from favor.train.common.loop import EpochSampler, mix
 
 ADAMW = config_of("adamw", 1e-2, lr=1e-2)
@@ -73,8 +74,7 @@ def test_words(words, text):
     assert torch.equal(inputs[:, 1:], labels[:, :-1])
     assert inputs.max() <= 9
     assert (labels == head_tasks.UNKNOWN).any()
-    rows = {tuple(row) for part in ("train", "test") for row in words.data[part][0].tolist()}
-    assert len(rows) == 24
+    assert len({tuple(row) for part in ("train", "test") for row in words.data[part][0].tolist()}) == 24
     model = words.build()
     assert model.lm_head.weight is not model.transformer.wte.weight
     with pytest.raises(ValueError, match="at least 100001 words, got 4000"):
@@ -125,53 +125,38 @@ def test_a_run_that_diverges_is_infinite(task):
     assert entry.train == [math.inf, math.inf]
 
 
-def test_adamw_has_at_least_as_many_choices():
-    for grid in GRIDS.values():
-        configs = {head: grid.configs(head) for head in ("adamw", "bound")}
-        assert len(configs["adamw"]) >= len(configs["bound"]) > 1
-        for found in configs.values():
-            assert len({json.dumps(config, sort_keys=True) for config in found}) == len(found)
-
-
 def test_the_edge_of_a_grid():
     grid = Grid(body=(1, 2, 3), adamw=(1, 2, 3), bound=({}, {}, {}))
-    assert not grid.at_edge(config_of("adamw", 2, lr=2))
-    assert grid.at_edge(config_of("adamw", 1, lr=2))
-    assert grid.at_edge(config_of("adamw", 2, lr=3))
-    assert not grid.at_edge(config_of("bound", 2))
-    assert grid.at_edge(config_of("bound", 3))
     varied = replace(grid, bound=tuple({"lr": lr} for lr in (0.1, 0.2, 0.3)))
-    assert not varied.at_edge(config_of("bound", 2, lr=0.2))
-    assert varied.at_edge(config_of("bound", 2, lr=0.3))
-    assert not replace(grid, bound=({"lr": 0.1}, {"lr": 0.1, "damping": 0.2})).at_edge(config_of("bound", 2, lr=0.1))
-
-
-def test_where_a_setting_is_recommended_it_takes_the_place_of_the_defaults(task):
-    class Quick:
-        def get(self, task, config, seed, milestones):
-            here = {str(epochs): config["body_lr"] for epochs in milestones}
-            return {"train": here, "test": {e: [1.0, 0.5] for e in here}, "seconds": [1.0], "steps": []}
-
-    grid = replace(GRID, recommended={"curvature": "geometric", "lr": 0.3})
-    entries, _ = head_optimizer.compare(Quick(), task, grid)
-    assert {entry.method for entry in entries} == {"adamw", "sgd", "bound", "recommended"}
-    for entry in entries:
-        if entry.method == "recommended":
-            assert entry.config == config_of("bound", 1e-3, curvature="geometric", lr=0.3)
-    statements = [check.statement for check in head_optimizer.checks({"fashion": entries})]
-    assert sum("SoftmaxBound, recommended has a lower" in statement for statement in statements) == 3
+    same = replace(grid, bound=({"lr": 0.1}, {"lr": 0.1, "damping": 0.2}))
+    inside = [(grid, config_of("adamw", 2, lr=2)), (grid, config_of("bound", 2))]
+    inside += [(varied, config_of("bound", 2, lr=0.2)), (same, config_of("bound", 2, lr=0.1))]
+    edge = [(grid, config_of("adamw", 1, lr=2)), (grid, config_of("adamw", 2, lr=3)), (grid, config_of("bound", 3))]
+    edge += [(varied, config_of("bound", 2, lr=0.3))]
+    assert [own.at_edge(config) for own, config in (*inside, *edge)] == [False] * 4 + [True] * 4
 
 
 class Made:
-    """Runs with losses from a table: those after 1, 2 and 5 epochs by learning rate of the head."""
+    """Runs with losses from a table: those after 1, 2 and 5 epochs by learning rate of the head (else of the body)."""
 
     def __init__(self, losses):
         self.losses, self.asked = losses, []
 
     def get(self, task, config, seed, milestones):
         self.asked.append((config["lr"], seed, tuple(milestones)))
-        losses = self.losses[config["lr"]]
-        return {"train": {str(epochs): losses[(1, 2, 5).index(epochs)] + seed for epochs in milestones}}
+        losses = self.losses.get(config["lr"], [config["body_lr"]] * 3)
+        train = {str(epochs): losses[(1, 2, 5).index(epochs)] + seed for epochs in milestones}
+        return {"train": train, "test": {e: [1.0, 0.5] for e in train}, "seconds": [1.0], "steps": []}
+
+
+def test_where_a_setting_is_recommended_it_takes_the_place_of_the_defaults(task):
+    grid = replace(GRID, recommended={"curvature": "geometric", "lr": 0.3})
+    entries, _ = head_optimizer.compare(Made({}), task, grid)
+    assert {entry.method for entry in entries} == {"adamw", "sgd", "bound", "recommended"}
+    own = [entry.config for entry in entries if entry.method == "recommended"]
+    assert own == [config_of("bound", 1e-3, curvature="geometric", lr=0.3)] * 3
+    statements = [check.statement for check in head_optimizer.checks({"fashion": entries})]
+    assert sum("SoftmaxBound, recommended has a lower" in statement for statement in statements) == 3
 
 
 def test_each_milestone_has_its_own_winner_and_only_finalists_run_on():
@@ -190,7 +175,7 @@ def test_runs_are_done_once(task, tmp_path, monkeypatch):
     path = tmp_path / "folder" / "runs.jsonl"
     first = Runs(path).get(task, ADAMW, 0, [1, 2])
     with path.open("a") as stream:
-        stream.write('{"key": "brok')
+        stream.write('\n{"key": "brok')
     runs = Runs(path)
     real = head_optimizer.train
     monkeypatch.setattr(head_optimizer, "train", lambda *_: pytest.fail("trained again"))
@@ -199,31 +184,21 @@ def test_runs_are_done_once(task, tmp_path, monkeypatch):
     longer = runs.get(task, ADAMW, 0, [1, 2, 3])
     assert longer["train"]["2"] == first["train"]["2"]
     other = head_optimizer.Runs(path).get(replace(task, settings={"other": 1}), ADAMW, 0, [1])
-    assert [line[:8] for line in path.read_text().splitlines()] == ['{"key": ', '{"key": ', '{"key": ', '{"key": ']
+    assert [line[:8] for line in path.read_text().splitlines()] == ["", *['{"key": '] * 4]
     assert other["train"]["1"] == first["train"]["1"]
     assert Runs(path).get(task, ADAMW, 0, [3]) == longer
 
 
-def test_the_program(images, tmp_path, monkeypatch, capsys):
+def test_the_program(images, tmp_path, monkeypatch, capsys, ran):
     monkeypatch.setitem(head_optimizer.GRIDS, "fashion", GRID)
     monkeypatch.setattr(head_optimizer, "SEEDS", 2)
     monkeypatch.setattr(head_optimizer, "MILESTONES", (1, 2))
-    folder, cache = tmp_path / "out", tmp_path / "runs.jsonl"
-    words = ["--tasks", "fashion", "--images_dir", str(images)]
-    words += ["--runs_file", str(cache), "--output_dir", str(folder)]
-    code = head_optimizer.main(words)
-    content = json.loads((folder / "head_optimizer.json").read_text())
-    markdown = (folder / "head_optimizer.md").read_text()
-    assert code == int(not all(check["holds"] for check in content["checks"]))
+    words = ["--tasks", "fashion", "--images_dir", images, "--runs_file", tmp_path / "runs.jsonl"]
+    content, markdown = ran(head_optimizer, *words)
     assert len(content["checks"]) == 4
-    assert str(tmp_path) not in markdown
-    assert content["command"].endswith("--tasks fashion --images_dir DATA")
-    assert (folder / "head_optimizer.png").stat().st_size > 5000
-    entries = content["tasks"]["fashion"]["entries"]
-    assert {(e["method"], e["epochs"]) for e in entries} == {
-        (method, epochs) for method in ("adamw", "sgd", "bound", "defaults") for epochs in (1, 2)
-    }
-    by = {(e["method"], e["epochs"]): e for e in entries}
+    assert content["command"].endswith("--tasks fashion --images_dir DATA --name x")
+    by = {(e["method"], e["epochs"]): e for e in content["tasks"]["fashion"]["entries"]}
+    assert by.keys() == set(itertools.product(("adamw", "sgd", "bound", "defaults"), (1, 2)))
     assert by["defaults", 1]["config"] == config_of("bound", by["adamw", 1]["config"]["body_lr"])
     task = head_tasks.fashion(images)
     candidates = [train(task, config, 0, [1])["train"]["1"] for config in GRID.configs("adamw")]
@@ -236,7 +211,7 @@ def test_the_program(images, tmp_path, monkeypatch, capsys):
     assert "adamw, body 0.001, head 0.01, seed 0" in capsys.readouterr().out
 
     monkeypatch.setattr(head_optimizer, "train", lambda *_: pytest.fail("trained again"))
-    assert head_optimizer.main(words) == code
+    assert ran(head_optimizer, *words)[0]["checks"] == content["checks"]
 
 
 def test_checks_compare_means():
@@ -245,9 +220,8 @@ def test_checks_compare_means():
         return Entry.of(method, 1, config_of("adamw", 1, lr=1), runs, False)
 
     entries = [entry("adamw", [1.0, 2.0]), entry("sgd", [0.1, 0.1]), entry("bound", [1.1, 1.5])]
-    (check,) = head_optimizer.checks({"fashion": entries})
-    assert check.holds
-    assert check.numbers == "1.3000 and 1.5000, lower in 1 of 2 seeds"
-    (check,) = head_optimizer.checks({"fashion": [entries[0], entry("defaults", [1.5, 1.5])]})
-    assert not check.holds
+    (better,) = head_optimizer.checks({"fashion": entries})
+    (equal,) = head_optimizer.checks({"fashion": [entries[0], entry("defaults", [1.5, 1.5])]})
+    assert (better.holds, better.numbers) == (True, "1.3000 and 1.5000, lower in 1 of 2 seeds")
+    assert not equal.holds
     assert head_optimizer.checks({"fashion": entries[1:]}) == []

@@ -1,6 +1,5 @@
 """The report on weights of features: its numbers from their definition, its checks, and that it runs."""
 
-import json
 import math
 
 import torch
@@ -37,32 +36,22 @@ def test_divergence_of_grouped_causal_heads(decoder_folder):
         assert math.isclose(found.divergence[plain][head], total, rel_tol=1e-3)
 
 
-def test_the_report(bert_folder, text, tmp_path, monkeypatch):
+def test_the_report(bert_folder, text, monkeypatch, ran):
     for name, value in {"CALIBRATION_SAMPLES": 2, "HELD_OUT_SAMPLES": 2, "NUM_FEATURES": 8}.items():
         monkeypatch.setattr(feature_weights, name, value)
-    words = [str(bert_folder), "--text", str(text), "--held_out", str(text), *SMALL, "--backends", "favor+", "favor#"]
-    feature_weights.main([*words, "--output_dir", str(tmp_path)])
-    content = json.loads((tmp_path / "feature_weights.json").read_text())
+    words = [bert_folder, "--text", text, "--held_out", text, *SMALL, "--backends", "favor+", "favor#"]
+    content, report = ran(feature_weights, *words, code=0)
     rows = {(row["window"], row["backend"], row["kind"], row["M"]): row for row in content["rows"]}
     assert len(rows) == 2 * (2 + 1 + 4 + 2)
     for window in (0, 8):
         assert rows[window, "favor+", WEIGHTS, 8]["kl"] < rows[window, "favor+", PLAIN, 8]["kl"]
         assert rows[window, "favor#", REFINED, 8]["kl"] < rows[window, "favor#", WEIGHTS, 8]["kl"]
-    report = (tmp_path / "feature_weights.md").read_text()
-    assert str(tmp_path) not in report
-    assert "text, window 8" in report.replace(text.name, "text")
-    assert (tmp_path / "feature_weights.png").stat().st_size > 10_000
+    assert f"{text.name}, window 8" in report
 
 
 def test_a_check_that_fails_says_so():
     common = {"text": "t", "window": 0, "backend": "favor+"}
-    rows = [
-        common | {"kind": PLAIN, "M": 192, "kl": 1.0},
-        common | {"kind": WEIGHTS, "M": 64, "kl": 1.1},
-        common | {"kind": PLAIN, "M": 64, "kl": 0.1},
-    ]
-    (check,) = feature_weights.acceptance(rows)
-    assert not check.holds
-    assert check.line().startswith("DOES NOT HOLD: favor+, window 0, t")
-    rows[1]["kl"] = 1.0
-    assert feature_weights.acceptance(rows)[0].holds
+    for learned, said in ((1.1, "DOES NOT HOLD"), (1.0, "holds")):
+        cells = ((PLAIN, 192, 1.0), (WEIGHTS, 64, learned), (PLAIN, 64, 0.1))
+        (check,) = feature_weights.acceptance([common | {"kind": k, "M": m, "kl": kl} for k, m, kl in cells])
+        assert check.line().startswith(f"{said}: favor+, window 0, t")

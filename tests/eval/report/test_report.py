@@ -34,10 +34,8 @@ def test_errors_and_scores_are_those_of_the_program_that_measures_them(page, ber
     words += ["--backends", "landmark", "favor#", "favor++", "favor+", *QUICK[2:]]
     assert approximation.main([str(bert_folder), *words]) == 0
     measured = json.loads((tmp_path / "approximation.json").read_text())["variants"]
-    expected = {
-        (v["backend"], dict(v["more"]).get("selected_keys"), v["num_features"], v["window"], v["length"]): v
-        for v in measured
-    }
+    names = ("num_features", "window", "length")
+    expected = {(v["backend"], dict(v["more"]).get("selected_keys"), *(v[n] for n in names)): v for v in measured}
     uniform = {v["length"]: v["by_head"] for v in measured if v["backend"] == "mean of V"}
     found = data_of(page)
     # Landmarks with two K, three random features with two windows, each with two lengths.
@@ -68,11 +66,8 @@ def test_nothing_comes_from_the_network_and_nothing_tells_of_this_machine(page, 
     assert not re.search(r"https?:|\b(src|href)=|url\(|@import|\bfetch\(|XMLHttp|import\(", page)
     assert "default-src 'none'" in page
     assert "{{" not in page.partition("<script>")[0]
-    for folder in (bert_folder.parent, text.parent, tmp_path.parent):
-        assert str(folder) not in page
-    assert bert_folder.name in page
-    assert text.name in page
-    assert 'name="viewport"' in page
+    assert not any(str(folder) in page for folder in (bert_folder.parent, text.parent, tmp_path.parent))
+    assert all(part in page for part in (bert_folder.name, text.name, 'name="viewport"'))
 
 
 def test_names_cannot_leave_their_place_and_numbers_that_are_none_become_null(page):
@@ -96,10 +91,7 @@ def setting(error, seconds, **more):
 
 WINDOW = {"K": None, "window": 9}
 ADVICE = [
-    (
-        [(0.3, 0.1, {}), (0.2, 1, {"K": 25}), (0.1, 1.5, {})],
-        r"use landmark .* K = 25: 2\.0 x .* 0\.20 .* 0\.988",
-    ),
+    ([(0.3, 0.1, {}), (0.2, 1, {"K": 25}), (0.1, 1.5, {})], r"use landmark .* K = 25: 2\.0 x .* 0\.20 .* 0\.988"),
     ([(0.3, 0.1, {}), (0.2, 1.9, WINDOW)], r"keep exact .* M = 64, window 9, the fastest .* takes 0\.95 x"),
     ([(0.3, 0.1, {}), (float("nan"), 0.1, {})], r"keep exact attention: no setting has a mean error of 0\.25 or less"),
 ]

@@ -34,9 +34,7 @@ def call(model, corpus, output, *flags, splits=("dev",)):
     """Runs the program; returns its JSON and the rows of each split."""
     words = ["--model_name_or_path", str(model), "--data_dir", str(corpus), "--eval_splits", *splits]
     assert asr.main([*words, "--output_dir", str(output), "--device", "cpu", *flags]) == 0
-    rows = {
-        split: [json.loads(line) for line in (output / f"{split}.jsonl").read_text().splitlines()] for split in splits
-    }
+    rows = {split: [*map(json.loads, (output / f"{split}.jsonl").read_text().splitlines())] for split in splits}
     return json.loads((output / "asr.json").read_text()), rows
 
 
@@ -77,9 +75,8 @@ def test_greedy_ctc_of_two_splits(ctc, corpus, tmp_path):
 
 
 def test_beam_search_of_a_transducer(transducer, corpus, tmp_path):
-    content, rows = call(
-        transducer, corpus, tmp_path, "--beam_size", "3", "--per_device_eval_batch_seconds", "1", splits=("test",)
-    )
+    words = ("--beam_size", "3", "--per_device_eval_batch_seconds", "1")
+    content, rows = call(transducer, corpus, tmp_path, *words, splits=("test",))
     assert content["architecture"] == "ConformerForTransducer"
     assert list(content["splits"]["test"]["searches"]) == ["greedy", "beam 3"]
     model = ConformerForTransducer.from_pretrained(transducer).eval()
@@ -153,12 +150,7 @@ def test_another_backend(ctc, corpus, tmp_path):
 
 def test_seconds_include_what_comes_before_the_model(ctc, corpus, tmp_path, monkeypatch):
     original = SpeechDataset.__getitem__
-
-    def slow(self, key):
-        time.sleep(0.1)
-        return original(self, key)
-
-    monkeypatch.setattr(SpeechDataset, "__getitem__", slow)
+    monkeypatch.setattr(SpeechDataset, "__getitem__", lambda self, key: (time.sleep(0.1), original(self, key))[1])
     content, _ = call(ctc, corpus, tmp_path)
     assert content["splits"]["dev"]["searches"]["greedy"]["seconds"] > 0.3
 

@@ -130,7 +130,6 @@ def test_settings_of_each_layer(corpus, whisper_folder, tmp_path, monkeypatch):
     assert chosen[2]["score"] == pytest.approx(1)
     assert uniform["chosen"] is None
     assert "| 0 | M = " in text
-    assert "## Chosen for each layer" in text
     assert "Settings chosen on: 2 recordings of train, 0.8 seconds" in text
 
 
@@ -161,10 +160,7 @@ def test_other_audio_models(corpus, tmp_path):
 
 
 def test_models_and_lengths_that_are_refused(corpus, whisper_folder, bert_folder, tmp_path):
-    for seconds, message in (
-        ("1.1", "--seconds must be at most 1,"),
-        ("0.4 0.8", "makes 50 frames of recordings"),
-    ):
+    for seconds, message in (("1.1", "--seconds must be at most 1,"), ("0.4 0.8", "makes 50 frames of recordings")):
         with pytest.raises(ValueError, match=message):
             run(whisper_folder, corpus, tmp_path, f"favor+ --seconds {seconds} --samples 1")
     with pytest.raises(ValueError, match=r"gives input_features or input_values; the input of Bert.* is input_ids"):

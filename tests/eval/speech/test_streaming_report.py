@@ -3,8 +3,6 @@
 No speed is asserted.
 """
 
-import json
-
 import numpy as np
 import pytest
 import torch
@@ -23,9 +21,7 @@ def quick(monkeypatch):
     monkeypatch.setattr(streaming, "CHECK_SECONDS", 1.3)
 
 
-def run(folder, *words):
-    given = ["--preset", "tiny", "--num_features", "16", "--output_dir", str(folder), "--name", "tiny"]
-    return streaming.main([*given, *words])
+SMALL = ["--preset", "tiny", "--num_features", "16"]
 
 
 def test_a_stream_that_is_wrong_is_found(monkeypatch, tmp_path, capsys):
@@ -36,13 +32,13 @@ def test_a_stream_that_is_wrong_is_found(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(ConformerStream, "feed", lambda self, piece: right(self, piece) + 0.01)
     assert streaming.difference(model, extractor, audio, 1280) == pytest.approx(0.01, rel=1e-2)
     monkeypatch.setattr(streaming, "measure", lambda *_: pytest.fail("measured"))
-    assert run(tmp_path, "--backends", "favor+") == 1
+    assert streaming.main([*SMALL, "--output_dir", str(tmp_path), "--backends", "favor+"]) == 1
     assert "logits differ from those of a whole pass: favor+ by 0.01: no times are given" in capsys.readouterr().out
     assert not list(tmp_path.iterdir())
-    monkeypatch.setattr(ConformerStream, "feed", lambda self, piece: torch.nan * right(self, piece))
-    assert streaming.difference(model, extractor, audio, 1280) == float("inf")
-    monkeypatch.setattr(ConformerStream, "feed", lambda self, piece: right(self, piece[: len(piece) // 2]))
-    assert streaming.difference(model, extractor, audio, 1280) == float("inf")
+    short = lambda self, piece: right(self, piece[: len(piece) // 2])  # noqa: E731
+    for wrong in (lambda self, piece: torch.nan * right(self, piece), short):
+        monkeypatch.setattr(ConformerStream, "feed", wrong)
+        assert streaming.difference(model, extractor, audio, 1280) == float("inf")
 
 
 @pytest.mark.parametrize("backend", ["favor+", "sdpa"])
@@ -59,16 +55,14 @@ def test_a_branch_goes_on_by_itself(backend):
     torch.testing.assert_close(found, streaming.feed(stream, audio[16000:], 1600), rtol=0, atol=0)
 
 
-def test_a_whole_run(tmp_path):
-    code = run(tmp_path, "--pieces_ms", "80", "320", "--minutes", "0.05", "0")
-    content, text = json.loads((tmp_path / "tiny.json").read_text()), (tmp_path / "tiny.md").read_text()
+def test_a_whole_run(ran):
+    content, _ = ran(streaming, *SMALL, "--pieces_ms", 80, 320, "--minutes", 0.05, 0)
     assert max(content["differences"].values()) < 1e-4
     rows = {(row["piece_ms"], row["minutes"], row["backend"]): row for row in content["rows"]}
     assert len(rows) == 2 * 2 * 3
     for row in rows.values():
         assert 0 < row["median"] <= row["upper"]
-        assert row["cpu_factor"] > 0
-        assert row["factor"] > 0
+        assert min(row["cpu_factor"], row["factor"]) > 0
     for piece in (80, 320):
         early, late = (rows[piece, minutes, "sdpa"] for minutes in (0, 0.05))
         assert (early["seconds"], late["seconds"]) == (pytest.approx(1.28), pytest.approx(3.0))
@@ -81,10 +75,6 @@ def test_a_whole_run(tmp_path):
             state = 4 * (4 * 16 * (32 + 1) + 14 * 128) * 4
             assert sizes == pytest.approx([state, state], rel=0.15)
     assert content["latency_seconds"] == pytest.approx(0.145)
-    for part in ("145 ms", "random weights", content["command"]):
-        assert part in text
-    assert str(tmp_path) not in text + json.dumps(content)
-    assert code == int(not all(check["holds"] for check in content["checks"]))
     assert [check["statement"].split(":")[0] for check in content["checks"]] == 3 * ["favor+"] + 3 * ["favor#"]
 
 

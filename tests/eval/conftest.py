@@ -1,0 +1,35 @@
+"""A small corpus, a small CTC model, and runs of programs that write a report."""
+
+import json
+
+import pytest
+from tiny_speech import save_model, write_corpus
+
+
+@pytest.fixture(scope="session")
+def corpus(tmp_path_factory):
+    return write_corpus(tmp_path_factory.mktemp("corpus"))
+
+
+@pytest.fixture(scope="session")
+def ctc(tmp_path_factory):
+    return save_model(tmp_path_factory.mktemp("ctc"))
+
+
+@pytest.fixture
+def ran(tmp_path):
+    """Gives a function that runs a program and returns its JSON and its Markdown, once it has checked what all share.
+
+    The exit code says whether the checks hold, the report has the command, and nothing tells of folders here.
+    """
+
+    def call(program, *words, name="x", code=None, folder=tmp_path / "out"):
+        found = program.main([*map(str, words), "--output_dir", str(folder), "--name", name])
+        content, text = json.loads((folder / f"{name}.json").read_text()), (folder / f"{name}.md").read_text()
+        assert found == (int(not all(check["holds"] for check in content["checks"])) if code is None else code)
+        assert content["command"] in text
+        assert str(tmp_path) not in text + json.dumps(content)
+        assert all(path.stat().st_size > 1000 for path in folder.glob("*.png"))
+        return content, text
+
+    return call
