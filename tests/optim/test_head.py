@@ -2,22 +2,16 @@
 
 import copy
 import pickle
-import warnings
 
-import numpy as np
 import pytest
 import torch
-from problem import DECAY, after_step, backward, data, gradient, joined, make_head, start, whole
+from problem import DECAY, after_step, backward, data, joined, make_head, start, whole
 from torch.nn.functional import cross_entropy
 from transformers import BertConfig, BertForMaskedLM, GPT2Config, GPT2LMHeadModel
 
-from favor.optim import BBM, LSPFB, SBM, SPFB, ProxBoundSGD, SoftmaxBound
+from favor.optim import BBM, LSPFB, SBM, SPFB, ProxBoundSGD, SoftmaxBound, exact_step_
 
-
-@pytest.mark.parametrize("copier", [copy.copy, copy.deepcopy, pickle.dumps])
-def test_optimizers_are_not_copied(copier):
-    with pytest.raises(TypeError, match=r"cannot be copied or pickled: use state_dict"):
-        copier(SoftmaxBound(make_head()))
+X, Y = data()
 
 
 def test_a_step_under_autocast_is_computed_in_full():
@@ -43,12 +37,6 @@ def test_curvature_can_change_on_the_way():
         optimizer.step()
         optimizer.zero_grad()
         torch.testing.assert_close(joined(head), after_step(whole, curvature=curvature))
-
-
-def test_without_a_gradient_nothing_happens():
-    head = make_head()
-    SoftmaxBound(head).step()
-    assert torch.equal(joined(head), start())
 
 
 def test_groups_have_their_own_options_and_schedulers_reach_them():
@@ -102,44 +90,6 @@ def test_a_vocabulary_of_thirty_thousand(curvature):
     assert sum(value.numel() for value in state) <= 30_000 + 17 * 17
 
 
-def geometric_step(weight, variance, moment, gradient, damping, rows):
-    """A step of "geometric" with lr 1 and no weight decay from averages of p (1 - p) `[n]` and x x' `[d, d]`."""
-    k = np.kron(np.diag(np.sqrt(variance)), moment)
-    delta = damping * np.trace(k) / len(k)
-    system = k + delta * np.eye(len(k))
-    degrees = np.trace(np.linalg.solve(system, k)) / len(variance)
-    return weight - np.linalg.solve(system, gradient.ravel()).reshape(weight.shape) * rows / (rows + 3 * (degrees + 1))
-
-
-def statistics(weight, x):
-    """Mean of p (1 - p) `[n]` and of x x' `[d, d]`."""
-    p = np.exp(x @ weight.T)
-    p /= p.sum(1, keepdims=True)
-    return (p * (1 - p)).mean(0), x.T @ x / len(x)
-
-
-@pytest.mark.parametrize("max_rows", [64, 4])
-def test_geometric_averages_over_steps_and_takes_the_root_then(max_rows):
-    """Three steps against the formula written out; rows are left out for the logits, not for the inputs' moment."""
-    x, y = data()
-    head, weight = make_head(), start().numpy()
-    optimizer = SoftmaxBound(head, curvature="geometric", damping=0.2, curvature_ema=0.6, max_rows=max_rows)
-    parts, shares = [], []
-    for step in range(3):
-        rows = slice(20 * step, 20 * step + 20)
-        kept = np.linspace(0, 19, max_rows).astype(int) if max_rows < 20 else np.arange(20)
-        variance, _ = statistics(weight, x[rows].numpy()[kept])
-        _, moment = statistics(weight, x[rows].numpy())
-        parts, shares = [*parts, (variance, moment)], [0.6 * share for share in shares] + [0.4]
-        variance, moment = (np.average([part[i] for part in parts], axis=0, weights=shares) for i in (0, 1))
-        expected = gradient(torch.from_numpy(weight), x[rows], y[rows]).numpy()
-        weight = geometric_step(weight, variance, moment, expected, 0.2, 20)
-        optimizer.zero_grad()
-        backward(head, x[rows], y[rows])
-        optimizer.step()
-        np.testing.assert_allclose(joined(head), weight, rtol=1e-9, atol=1e-9)
-
-
 def test_tied_embeddings_are_refused():
     sizes = {"vocab_size": 40, "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
     model = BertForMaskedLM(BertConfig(**sizes, intermediate_size=8))
@@ -150,9 +100,36 @@ def test_tied_embeddings_are_refused():
         SoftmaxBound(decoder.lm_head)
 
 
+def steps_of_two_rows(head):
+    optimizer = ProxBoundSGD(head)
+    backward(head, X[:2], Y[:2])
+    optimizer.step()
+
+
+def step_of_unseen_inputs(head):
+    optimizer = SoftmaxBound(head)
+    cross_entropy(X @ head.weight.T, Y).backward()
+    optimizer.step()
+
+
+Z, COPIED = torch.zeros, r"cannot be copied or pickled: use state_dict"
+
+
 @pytest.mark.parametrize(
     ("make", "error", "message"),
     [
+        *((lambda h, c=c: c(SoftmaxBound(h)), TypeError, COPIED) for c in (copy.copy, copy.deepcopy, pickle.dumps)),
+        (steps_of_two_rows, ValueError, "takes one example per step on one process, got 2"),
+        (step_of_unseen_inputs, RuntimeError, r"none of its inputs were seen.*set_batch"),
+        (lambda h: SoftmaxBound(h).set_batch(Z(3, 5)), ValueError, r"x must be \[..., 4\]"),
+        (lambda h: SoftmaxBound(h).set_batch(Z(())), ValueError, r"x must be \[..., 4\]"),
+        (lambda h: SoftmaxBound(h).set_batch(Z(3, 4), Z(2)), ValueError, r"weight \[...\], got \(3, 4\) and \(2,\)"),
+        (lambda h: SoftmaxBound(h).set_batch(Z(3, 4), Z(3) - 1), ValueError, "weight must not be negative"),
+        (lambda h: SoftmaxBound([{"head": h}, {"head": make_head()}]).set_batch(Z(1, 4)), ValueError, "one of the 2"),
+        *(
+            (lambda h, o=o: exact_step_(start(), Z(4).double(), 0, **o), ValueError, "damping must be positive, lr and")
+            for o in ({"damping": 0.0}, {"damping": -0.01}, {"damping": float("nan")}, {"damping": 1, "lr": -1})
+        ),
         (lambda h: SoftmaxBound(h.parameters()), TypeError, "takes an nn.Linear as head"),
         (lambda h: SoftmaxBound([h]), TypeError, "or dicts"),
         (lambda h: SoftmaxBound(h, lr=float("nan")), ValueError, "lr must be"),
@@ -182,57 +159,3 @@ def test_tied_embeddings_are_refused():
 def test_refusals_name_what_is_wrong(make, error, message):
     with pytest.raises(error, match=message):
         make(make_head())
-
-
-def test_prox_takes_one_example():
-    head = make_head()
-    optimizer = ProxBoundSGD(head)
-    x, y = data()
-    backward(head, x[:2], y[:2])
-    with pytest.raises(ValueError, match="takes one example per step on one process, got 2"):
-        optimizer.step()
-
-
-@pytest.mark.parametrize(
-    ("x", "weight", "message"),
-    [
-        (torch.zeros(3, 5), None, r"x must be \[..., 4\]"),
-        (torch.zeros(3, 4), torch.zeros(2), r"weight \[...\], got \(3, 4\) and \(2,\)"),
-        (torch.zeros(()), None, r"x must be \[..., 4\]"),
-        (torch.zeros(3, 4), -torch.ones(3), "weight must not be negative"),
-    ],
-)
-def test_set_batch_checks_shapes(x, weight, message):
-    with pytest.raises(ValueError, match=message):
-        SoftmaxBound(make_head()).set_batch(x, weight)
-
-
-def test_set_batch_needs_a_head_among_several():
-    heads = make_head(), make_head()
-    optimizer = SoftmaxBound([{"head": head} for head in heads])
-    with pytest.raises(ValueError, match="head must be one of the 2"):
-        optimizer.set_batch(torch.zeros(1, 4))
-
-
-def test_inputs_that_are_not_finite_skip_the_step():
-    head = make_head()
-    optimizer = SoftmaxBound(head)
-    x, y = data()
-    backward(head, x[:20], y[:20])
-    bad = x[:20].clone()
-    bad[3, 1] = torch.nan
-    optimizer.set_batch(bad)
-    with pytest.warns(RuntimeWarning, match="skipped a step"):
-        optimizer.step()
-    assert torch.equal(joined(head), start())
-    # The next step is as if the bad one had not been.
-    optimizer.zero_grad()
-    backward(head, x[:20], y[:20])
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        optimizer.step()
-    reference = make_head()
-    other = SoftmaxBound(reference)
-    backward(reference, x[:20], y[:20])
-    other.step()
-    assert torch.equal(joined(head), joined(reference))
