@@ -1,11 +1,12 @@
-"""The bound on the log-partition function and its structure, against Algorithm 1 label by label."""
+"""The bound on the log-partition function, its structure and its systems, against Algorithm 1 label by label."""
 
 from functools import partial
+from itertools import product
 
 import numpy as np
 import pytest
 import torch
-from naive import ORDERS, algorithm, as_array, check_above, clamped, curvature, log_sum, randn
+from naive import ORDERS, algorithm, as_array, backward_error, check_above, clamped, curvature, log_sum, randn, solve
 from pairwise import pairs
 
 from favor.optim import bound_solve
@@ -22,10 +23,12 @@ from favor.optim.low_rank import low_rank_bound
 from favor.optim.majorizers import MAJORIZERS
 
 SIZES = [1, 2, 3, 50, 63, 100]
-# Of the structure, and of the bound.
-TOLERANCE = dict.fromkeys((torch.float32, torch.bfloat16, torch.float16), (1e-05, 1e-06))
-TOLERANCE[torch.float64] = 1e-13, 1e-12
-KINDS = {"flat": 0.0, "small": 0.1, "moderate": 3.0, "huge": 1e4, "ties": 1.0}
+# Of the structure, of the bound, and of the residual of systems.
+TOLERANCE = dict.fromkeys((torch.float32, torch.bfloat16, torch.float16), (1e-5, 1e-6, 2e-6))
+TOLERANCE[torch.float64] = 1e-13, 1e-12, 1e-12
+METHODS = ["tridiagonal", "scan"]
+SYSTEMS = [(1e-2, 10.0), (1e2, 1e-1), (1e4, 1.0), (1.0, 1e-6), (1e4, 1e-6), (0.0, 0.3)]
+KINDS = {"flat": 0.0, "small": 0.1, "moderate": 3.0, "large": 30.0, "huge": 1e4, "ties": 1.0}
 
 
 def excess(logits, delta, c):
@@ -56,6 +59,9 @@ def test_hidden_labels(order, hidden):
     assert abs(float(c.log_z) - log_sum(logits.numpy())) <= 1e-13
     assert excess(logits, directions(20, 0), c).max() <= 1e-12
     np.testing.assert_allclose(bound_dense(c), curvature(logits, order), atol=1e-13)
+    for method in METHODS:
+        u = bound_solve(c, 5.0, 0.1, randn(20, seed=1), method=method)
+        np.testing.assert_allclose(u, solve(curvature(logits, order), 5.0, 0.1, randn(20, seed=1).numpy()), atol=1e-12)
 
 
 @pytest.mark.parametrize("weighted", [False, True])
@@ -87,7 +93,7 @@ def test_structure(order, kind, dtype):
         check_structure(logits, order, n, *TOLERANCE[dtype])
 
 
-def check_structure(logits, order, n, tolerance, bound_tolerance):
+def check_structure(logits, order, n, tolerance, bound_tolerance, residual):
     expected, dtype = curvature(logits, order), torch.promote_types(logits.dtype, torch.float32)
     c = bound_coefficients(logits, order)
     v = randn(n, seed=1, dtype=dtype)
@@ -105,6 +111,18 @@ def check_structure(logits, order, n, tolerance, bound_tolerance):
     assert bound_factor(c).shape == (n - 1, n)
     assert abs(float(c.log_z) - log_sum(clamped(as_array(logits)))) <= tolerance * (1 + abs(float(c.log_z)))
     assert excess(logits, directions(n, n), c).max() <= bound_tolerance
+    for method, (scale, damping) in product(METHODS, SYSTEMS):
+        u = bound_solve(c, scale, damping, v, method=method)
+        assert u.dtype == dtype
+        assert backward_error(expected, scale, damping, as_array(v), as_array(u)) <= residual, (
+            method,
+            n,
+            scale,
+            damping,
+        )
+        if residual < 1e-6 and scale <= 1e4 * damping:  # where the condition allows it
+            truth = solve(expected, scale, damping, v.numpy())
+            np.testing.assert_allclose(u, truth, rtol=0, atol=1e-10 * np.abs(truth).max())
 
 
 @pytest.mark.parametrize("order", ORDERS)
@@ -121,6 +139,38 @@ def test_leading_dimensions(order):
         v = randn(*shape, seed=1)
         product = np.einsum("...ij,...j->...i", expected, v.expand(*shape[:-3], 2, 3, 7))
         np.testing.assert_allclose(bound_matvec(c, v), product, atol=1e-13)
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("order", ORDERS)
+def test_a_hundred_thousand_labels(method, order):
+    logits, r = 2 * randn(100_000), randn(100_000, seed=1)
+    c = bound_coefficients(logits, order)
+    for scale, damping in [(1.0, 1.0), (1e2, 1e-2)]:
+        u = bound_solve(c, scale, damping, r, method=method).numpy()
+        image = scale * bound_matvec(c, torch.from_numpy(u)).numpy()
+        size = np.linalg.norm(image) + damping * np.linalg.norm(u) + np.linalg.norm(r)
+        assert np.linalg.norm(image + damping * u - r.numpy()) <= 1e-9 * size
+
+
+@pytest.mark.parametrize(*pairs(method=METHODS, order=("ascending", "none"), n=(1, 2, 7)))
+def test_systems_broadcast(method, order, n):
+    """Logits, right sides, scales (one of them 0) and dampings broadcast, as in elementwise operations."""
+    logits = randn(2, 3, n)
+    c = bound_coefficients(logits, order)
+    b = torch.from_numpy(curvature(logits.flatten(0, 1), order)).reshape(2, 3, n, n)
+    scales, dampings = torch.tensor([0.0, 1.0, 40.0]).double(), torch.tensor([[0.1], [2.0]]).double()
+    for s, lam, r in [
+        (scales, 0.5, randn(2, 3, n, seed=1)),
+        (2.0, dampings, randn(n, seed=1)),
+        (scales, dampings, randn(3, n, seed=1)),
+        (scales.expand(2, 3), dampings.expand(2, 3), randn(4, 2, 3, n, seed=1)),
+        (torch.rand(4, 1, 1).double(), dampings, randn(1, n, seed=1)),
+    ]:
+        u = bound_solve(c, s, lam, r, method=method)
+        s, lam = (torch.as_tensor(value, dtype=torch.float64)[..., None, None] for value in (s, lam))
+        expected = torch.linalg.solve(s * b + lam * torch.eye(n, dtype=torch.float64), r.unsqueeze(-1)).squeeze(-1)
+        torch.testing.assert_close(u, expected, rtol=1e-10, atol=1e-10)
 
 
 def test_an_empty_batch():
