@@ -342,7 +342,6 @@ class StochasticPower(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEst
         return torch.randn(d, generator=generator, dtype=torch.float64, device="cpu")
 
     def _check_common(self) -> None:
-        """Raises ValueError for common parameters out of range."""
         check_integer("n_components", self.n_components)
         check_integer("max_epochs", self.max_epochs)
         check_number("eta", self.eta, expected="in (0, 1]", allowed=lambda eta: 0 < eta <= 1)

@@ -64,9 +64,6 @@ class Capture:
 
         output.register_hook(keep)
 
-    def __deepcopy__(self, memo: Any) -> Capture:
-        return Capture()
-
     def __reduce__(self) -> tuple[type[Capture], tuple[()]]:
         return Capture, ()
 
@@ -230,15 +227,16 @@ class HeadOptimizer(Optimizer):
             )
 
     def _update(self, group: dict[str, Any], head: nn.Linear, batch: Batch) -> None:
-        """Changes the head."""
-        parameters = group["params"]
-        theta, gradient = joined(head, parameters), joined(head, [p.grad for p in parameters])
-        subtract(parameters, self._direction(group, self.state[head.weight], theta, gradient, batch))
+        theta, gradient = (joined(head, parts) for parts in (group["params"], [p.grad for p in group["params"]]))
+        self._move(group, self._direction(group, self.state[head.weight], theta, gradient, batch))
+
+    def _move(self, group: dict[str, Any], change: Tensor) -> None:
+        subtract(group["params"], change)
 
     def _direction(
         self, group: dict[str, Any], state: dict[str, Any], theta: Tensor, gradient: Tensor, batch: Batch
     ) -> Tensor:
-        """Gives the step that `_update` subtracts from theta `[n, d]`, for the loss gradient without weight decay."""
+        """Gives the step that `_move` subtracts from theta `[n, d]`, for the loss gradient without weight decay."""
         raise NotImplementedError
 
     def _world_size(self) -> int:

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from favor.optim.bound import bound_coefficients, bound_factor
-from favor.optim.head import Batch, Closure, HeadOptimizer, joined, subtract
+from favor.optim.head import Batch, Closure, HeadOptimizer, subtract
 from favor.optim.majorizers import CERTIFIED, Curvature, averaged, exact, majorize
 from favor.optim.single import rank_one_step
 
@@ -123,23 +123,19 @@ class BBM(HeadOptimizer):
         decay = group["weight_decay"]
         return group["lr"] * curvature.solve(gradient + decay * theta, decay)
 
-    def _update(self, group: dict[str, Any], head: nn.Linear, batch: Batch) -> None:
+    def _move(self, group: dict[str, Any], change: Tensor) -> None:
         if group["curvature"] in CERTIFIED:
-            super()._update(group, head, batch)
-            return
-        parameters = group["params"]
+            return super()._move(group, change)
+        parameters, before = group["params"], self._objective(self._loss, group)
         kept = [parameter.clone() for parameter in parameters]
-        before = self._objective(self._loss, group)
-        theta, gradient = joined(head, kept), joined(head, [parameter.grad for parameter in parameters])
-        direction = self._direction(group, self.state[head.weight], theta, gradient, batch)
-        for halving in range(HALVINGS):
+        for halving in range(HALVINGS + 1):
             for parameter, start in zip(parameters, kept, strict=True):
                 parameter.copy_(start)
-            subtract(parameters, direction * 0.5**halving)
-            if self._objective(self._again(), group) <= before:
-                return
-        for parameter, start in zip(parameters, kept, strict=True):
-            parameter.copy_(start)
+            if halving < HALVINGS:
+                subtract(parameters, change * 0.5**halving)
+                if self._objective(self._again(), group) <= before:
+                    return None
+        return None
 
 
 class SPFB(HeadOptimizer):

@@ -82,6 +82,9 @@ def test_exact_below_auto_is_the_crossover_of_the_device():
     assert thresholds[2:] == [100 * bidirectional * Family.windowed["cpu"], 100 * causal]
     assert config.exact_threshold("mps", False) == config.exact_threshold("cuda", False)
     assert favor.FavorConfig(exact_below=7).exact_threshold("cuda", True) == 7
+    for features in (None, "landmark"):
+        named = favor.FavorConfig(features=features)
+        assert [named.selected("landmark", is_causal) for is_causal in (False, True)] == [768, 1024]
     both = (config.exact_threshold("cpu", causal, "landmark") for causal in (False, True))
     assert tuple(both) == Landmarks.crossover_keys["cpu"]  # whatever the number of means
 

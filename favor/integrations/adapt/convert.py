@@ -156,10 +156,8 @@ class Costs:
 def allocate(rho: Mapping[int, Tensor], costs: Costs, budget: float) -> dict[int, dict[str, Any]]:
     """Chooses the heads that stay exact, and wider windows: an entry of `config.favor_layers` for every layer.
 
-    Args:
-        rho: diagnostic of every layer and key head, `[Hk]`.
-        costs: of both kinds of attention.
-        budget: fraction of the operations of exact attention in all heads.
+    By the diagnostic rho of every layer and key head, `[Hk]`; the budget is a fraction of the operations of exact
+    attention in all heads.
     """
     whole = sum(costs.exact(layer) * len(own) for layer, own in rho.items())
     limit, spent = budget * whole, sum(costs.linear(layer, costs.window) * len(own) for layer, own in rho.items())
@@ -252,9 +250,8 @@ class LayerErrors:
     def choices(self, budget: float, length: int | None) -> dict[int, dict[str, Any]]:
         """Chooses a setting for each layer: an entry of `config.favor_layers` for every layer.
 
-        Args:
-            budget: fraction of the operations of exact attention in all layers.
-            length: tokens at which operations are counted; None for those of the longest sequence.
+        The budget is a fraction of the operations of exact attention in all layers, counted at a length; None for that
+        of the longest sequence.
         """
         means, dims = self.means(), {layer: shape.head_dim for layer, shape in self.shapes.items()}
         costs = Costs(length or self.longest, 0, 0, dims, self.family.operations)

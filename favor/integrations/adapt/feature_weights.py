@@ -156,15 +156,10 @@ def fit_weights(
     exact_heads: Sequence[int] = (),
     device: torch.device | str = "cpu",
 ) -> Parameters:
-    """Fits the parameters of a layer with weights, `[Hk, d, d]` and `[Hk, M]`.
+    """Fits the parameters of a layer, given without weights, with weights: `[Hk, d, d]` and `[Hk, M]`.
 
-    Args:
-        features, parameters: the family, and its parameters without weights.
-        samples: at least one.
-        config, layer: give the number, seed and kind of the directions.
-        steps: gradient steps on G, L and b; 0 learns the weights alone.
-        exact_heads: key heads that stay exact, which need no weights.
-        device: to compute on.
+    There is at least one sample. Config and layer give the number, seed and kind of the directions; `steps` are
+    gradient steps on G, L and b, and 0 learns the weights alone. Key heads that stay exact need no weights.
     """
     heads, _, head_dim = samples[0].y.shape
     if all(sample.window >= sample.y.shape[1] for sample in samples):
