@@ -177,7 +177,10 @@ def _swept(
             if length is None:
                 found[i], moved = _step(found[i], slope(i), shift, names[i][0])
             else:
-                found[i], moved = _free_step(found[i], slope(i), length, i)
+                before, found[i] = found[i], found[i] + length * slope(i)
+                if not bool(found[i].isfinite().all()):
+                    raise ValueError(f"blocks[{i}] grew without bound; choose steps[{i}] smaller than {length!r}.")
+                moved = float((found[i] - before).square().sum() / (2 * before.square().sum().clamp(min=1)))
             given[i] = same_kind(found[i], blocks[i])
             converged = converged and moved < tol
         n_iter += 1
@@ -249,10 +252,3 @@ def _step(x: Tensor, slope: Tensor, shift: float, name: str) -> tuple[Tensor, fl
     # |x_new -+ x|^2 / 2 is 1 - |x_new'x| for unit vectors, and keeps its digits where they nearly agree.
     moved = torch.minimum((new - x).square().sum(), (new + x).square().sum()) / 2
     return new, float(moved)
-
-
-def _free_step(y: Tensor, slope: Tensor, length: float, i: int) -> tuple[Tensor, float]:
-    new = y + length * slope
-    if not bool(new.isfinite().all()):
-        raise ValueError(f"blocks[{i}] grew without bound; choose steps[{i}] smaller than {length!r}.")
-    return new, float((new - y).square().sum() / (2 * y.square().sum().clamp(min=1)))

@@ -125,13 +125,11 @@ class SoftmaxBound(HeadOptimizer):
             return torch.zeros_like(gradient)
         if isinstance(curvature, Exact):
             return group["lr"] * curvature.solve(gradient, damping)
-        inverse, rows = curvature.inverse(damping), self._effective_rows(batch)
-        return inverse.apply(gradient).mul_(group["lr"] * rows / (rows + NOISE * (inverse.degrees + 1)))
-
-    def _effective_rows(self, batch: Batch) -> float:
-        """Gives the number of equally weighted rows that have as much noise as the batch, over all processes."""
+        inverse = curvature.inverse(damping)
+        # As many equally weighted rows have as much noise as the batch, over all processes.
         total, squares = self._mean(torch.stack((batch.weights.sum(), batch.weights.square().sum()))).tolist()
-        return self._world_size() * total**2 / squares
+        rows = self._world_size() * total**2 / squares
+        return inverse.apply(gradient).mul_(group["lr"] * rows / (rows + NOISE * (inverse.degrees + 1)))
 
     def _curvature(self, group: dict[str, Any], state: dict[str, Any], theta: Tensor, batch: Batch) -> Curvature:
         """Gives the majorizer, its factors averaged over processes and, except for "exact", over steps."""
