@@ -94,8 +94,13 @@ def convert(
         if dataloader is None:
             raise ValueError('layers="auto" and statistics="calibrated" need data: pass a dataloader.')
         name, arguments = feature_family(attn_implementation, config, options)
-        _check_automatic(model, layers, name, config)
-        if layers == "auto" and REGISTRY[name].selects_keys:
+        selects = layers == "auto" and REGISTRY[name].selects_keys
+        if not selects and not REGISTRY[name].takes_parameters:
+            raise ValueError(f'layers="auto" needs positive features or landmarks, and {name} has neither; use "all".')
+        causal = any(map(decodes_or_is_causal, model.modules()))
+        if layers == "auto" and not selects and config.statistics == "batch" and causal:
+            raise ValueError('layers="auto" of a decoder needs statistics="calibrated": causal layers fit none.')
+        if selects:
             measured = LayerErrors(get(name), config, [option for option, own in options.items() if own is not None])
             observe_batches(model, dataloader, (measured,), max_batches)
             entries = measured.choices(flop_budget, length)
@@ -108,16 +113,6 @@ def convert(
     configure(model, attn_implementation, **options)
     update_choices(model, entries)
     return model
-
-
-def _check_automatic(model: PreTrainedModel, layers: str, name: str, config: FavorConfig) -> None:
-    """Raises a ValueError if nothing says which layers a family estimates well."""
-    if layers == "auto" and REGISTRY[name].selects_keys:
-        return
-    if not REGISTRY[name].takes_parameters:
-        raise ValueError(f'layers="auto" needs positive features or landmarks, and {name} has neither; use "all".')
-    if layers == "auto" and config.statistics == "batch" and any(map(decodes_or_is_causal, model.modules())):
-        raise ValueError('layers="auto" of a decoder needs statistics="calibrated": causal layers fit none.')
 
 
 @dataclass
