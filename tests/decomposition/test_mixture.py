@@ -110,20 +110,6 @@ def test_the_guard_is_monotone_on_extreme_problems(shift):
     assert falls(True) <= 1e-13
 
 
-def test_t6_separated_components_with_small_shifts():
-    """Where w is 1 the plain iteration without shift swings for ever; guarded, or with a shift, it converges."""
-    L, v = np.eye(3), np.array([5.0, 3.0, 2.0])
-    options = {"start": [0.2, 0.2, 0.6], "tol": 1e-10}
-    swinging = mixture_proportions(L, v, shift=0, guard=False, max_iter=1000, **options)
-    assert not swinging.converged
-    assert swinging.n_iter == 1000
-    assert swinging.gap > 0.1
-    for shift, guard in ((0, True), (0.05, True), (0.05, False)):
-        result = mixture_proportions(L, v, shift=shift, guard=guard, max_iter=300, **options)
-        assert result.converged
-        np.testing.assert_allclose(result.proportions, [0.5, 0.3, 0.2], atol=1e-9)
-
-
 def test_invariance_to_the_scale_of_rows_and_counts():
     L, v = random_case()
     scale = 10.0 ** np.random.default_rng(0).uniform(-250, 250, size=len(v))

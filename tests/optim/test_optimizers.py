@@ -94,24 +94,6 @@ def test_what_is_not_finite_skips_the_step_and_says_so(name, what):
     assert torch.equal(head.weight, fresh.weight)
 
 
-@pytest.mark.parametrize("name", [name for name in TABLE if not name.startswith("LSPFB")])
-def test_labels_have_no_order_of_their_own(name):
-    permutation = torch.tensor([3, 0, 4, 1, 2])
-    x, y = data()
-    optimizer, head, batch = make(name)
-    other = make_head(weight=start()[permutation])
-    twin = TABLE[name][0](other)
-    for each in (optimizer, twin):
-        for group in each.param_groups:
-            if group.get("order") == "none":
-                group["order"] = "descending"
-    place = permutation.argsort()
-    for rows in torch.arange(EXAMPLES).split(batch)[:3]:
-        for each, layer, targets in ((optimizer, head, y), (twin, other, place[y])):
-            each.step(lambda o=each, h=layer, t=targets, r=rows: (o.zero_grad(), backward(h, x[r], t[r]))[1])
-    torch.testing.assert_close(other.weight, head.weight[permutation], rtol=1e-9, atol=1e-10)
-
-
 @every
 def test_float32_follows_float64(name):
     (first, double, batch), (second, single, _) = make(name), make(name, dtype=torch.float32)

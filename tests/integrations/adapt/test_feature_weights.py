@@ -224,14 +224,6 @@ def test_logits_beyond_any_estimate_do_not_break_the_model():
             assert model(tokens())[0].isfinite().all()
 
 
-@pytest.mark.filterwarnings("default")  # tracing runs code of torch that warns
-def test_compiled_without_graph_breaks():
-    model = calibrated(bert(), refine_steps=0)
-    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
-    with torch.no_grad():
-        torch.testing.assert_close(compiled(tokens())[0], model(tokens())[0], rtol=1e-4, atol=1e-5)
-
-
 def test_inverses_are_computed_once_and_again_when_a_buffer_changes(monkeypatch):
     model, calls, inverse = favor.calibrate(bert(), batches(), **OPTIONS), [], torch.linalg.inv
     monkeypatch.setattr(torch.linalg, "inv", lambda matrix: calls.append(1) or inverse(matrix))
