@@ -85,13 +85,11 @@ def test_the_future_does_not_change_the_past(window, learned):
 def test_calibrated_parameters_are_used(features):
     model = favor.calibrate(bert(), batches(), features=features, **OPTIONS)
     with torch.no_grad():
-        calibrated = model(tokens()).last_hidden_state
-        batch = favor.configure(model, statistics="batch")(tokens()).last_hidden_state
-    assert not torch.allclose(calibrated, batch, atol=1e-3)
-    again = favor.configure(model, statistics="calibrated")
-    torch.nn.init.eye_(again.encoder.layer[0].attention.self.favor_factor[0])
-    with torch.no_grad():
-        assert not torch.allclose(calibrated, again(tokens()).last_hidden_state, atol=1e-3)
+        calibrated = model(tokens())[0]
+        assert not torch.allclose(calibrated, favor.configure(model, statistics="batch")(tokens())[0], atol=1e-3)
+        torch.nn.init.eye_(model.encoder.layer[0].attention.self.favor_factor[0])
+        again = favor.configure(model, statistics="calibrated")(tokens())[0]
+    assert not torch.allclose(calibrated, again, atol=1e-3)
 
 
 def test_errors_say_what_is_missing():
@@ -125,15 +123,14 @@ def test_batches_of_other_kinds():
 
 
 def test_observing_is_exact_attention_and_leaves_no_trace():
-    model = favor.configure(bert(), "favor+", **OPTIONS)
-    seen = []
+    model, seen = favor.configure(bert(), "favor+", **OPTIONS), []
     with torch.no_grad():
-        before = model(tokens()).last_hidden_state
+        before = model(tokens())[0]
         with observe(model, seen.append):
-            found = model(tokens()).last_hidden_state
-        assert torch.equal(model(tokens()).last_hidden_state, before)
+            found = model(tokens())[0]
+        assert torch.equal(model(tokens())[0], before)
         model.set_attn_implementation("sdpa")
-        torch.testing.assert_close(found, model(tokens()).last_hidden_state)
+        torch.testing.assert_close(found, model(tokens())[0])
     assert [o.query.shape for o in seen] == [(3, 4, 20, 4)] * 2
     with pytest.raises(RuntimeError, match="stop"), observe(model, seen.append):
         raise RuntimeError("stop")
