@@ -110,7 +110,7 @@ class Epoch(NamedTuple):
 
 
 class Climb(NamedTuple):
-    """Where `climb` ended, the lines of its history, and whether the residual was small enough."""
+    """Where the epochs ended, the lines of its history, and whether the residual was small enough."""
 
     point: Point
     history: list[Epoch]
@@ -191,55 +191,6 @@ class Landscape:
         return x / norm, after / norm
 
 
-def climb(
-    landscape: Landscape,
-    start: Tensor,
-    rule: Rule,
-    *,
-    batch: int,
-    tol: float,
-    max_epochs: int,
-    generator: torch.Generator,
-    warm_up: int = 0,
-    floor: float = 0.0,
-) -> Climb:
-    """Runs epochs from a start until the residual is small.
-
-    An epoch after which the value is lower is undone, and eta is halved from there on. Steps on all rows are exact. The
-    tolerance is no less than the rounding of the data allows; a gradient no longer than `floor` is 0, since only
-    rounding is left of the data. `warm_up` is the number of exact power steps before the first epoch.
-    """
-    rounding, source = ROUNDING * torch.finfo(start.dtype).eps, landscape.source
-
-    def done(point: Point) -> bool:
-        return point.residual <= max(tol, rounding) or point.gradient.norm().item() <= floor
-
-    def batches(steps: int) -> Iterator[Tensor | None]:
-        for _ in range(steps):
-            exact = batch >= len(source)
-            yield None if exact else torch.randint(len(source), (batch,), generator=generator, device="cpu")
-
-    def line(point: Point, eta: float, accepted: bool) -> Epoch:
-        return Epoch(len(landscape.found), source.passes, point.value, point.residual, eta, accepted)
-
-    point, last, factor = landscape.survey(start), None, 1.0
-    for _ in range(warm_up):
-        if done(point):
-            break
-        last, point = point, landscape.survey(point.gradient)
-    history = [line(point, math.nan, True)]
-    while not done(point) and len(history) <= max_epochs:
-        parameters, scale = rule(point, last, factor)
-        end = landscape.survey(landscape.epoch(point, batches(parameters.epoch_length - 1), parameters, scale))
-        accepted = not _fell(point, end, rounding)
-        history.append(line(end, parameters.eta, accepted))
-        if accepted:
-            point, last = end, point
-        else:
-            factor /= 2
-    return Climb(point, history, done(point))
-
-
 def _fell(point: Point, end: Point, rounding: float) -> bool:
     """Tells whether the value is lower by more than rounding, or is no longer a number."""
     if not math.isfinite(end.multiplier):
@@ -288,7 +239,7 @@ class StochasticPower(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEst
 
     def _climb_all(self, X: Any, source: RowSource, objective: Objective) -> list[Point]:
         """Finds components one after the other, each in the complement of those before; sets common attributes."""
-        n, d = len(source), source.width
+        d = source.width
         if self.n_components > d:
             raise ValueError(f"n_components must be at most the {d} features of X, got {self.n_components}.")
         generator = generator_of(self.random_state)
@@ -297,17 +248,8 @@ class StochasticPower(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEst
             # Only rounding is left of equal rows, less their mean.
             floor = (8 * torch.finfo(found.dtype).eps * source.offset.norm().item()) ** 2
         for number in range(self.n_components):
-            result = climb(
-                Landscape(objective, source, found),
-                self._start(d, generator).to(source.like),
-                self._rule(number),
-                batch=batch_rows(self.batch_size, n),
-                tol=self.tol,
-                max_epochs=self.max_epochs,
-                generator=generator,
-                warm_up=self._warm_up,
-                floor=floor,
-            )
+            landscape, start = Landscape(objective, source, found), self._start(d, generator).to(source.like)
+            result = self._climb(landscape, start, self._rule(number), generator, floor)
             x = result.point.x
             if number == 0 and len(result.history) == 1 and result.point.gradient.norm().item() <= floor:
                 raise ValueError(
@@ -330,6 +272,46 @@ class StochasticPower(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEst
             )
         return [result.point for result in climbs]
 
+    def _climb(
+        self, landscape: Landscape, start: Tensor, rule: Rule, generator: torch.Generator, floor: float
+    ) -> Climb:
+        """Runs epochs from a start until the residual is small, after `_warm_up` exact power steps.
+
+        An epoch after which the value is lower is undone, and eta is halved from there on. Steps on all rows are exact.
+        The tolerance is no less than the rounding of the data allows; a gradient no longer than `floor` is 0, since
+        only rounding is left of the data.
+        """
+        rounding, source = ROUNDING * torch.finfo(start.dtype).eps, landscape.source
+        batch = batch_rows(self.batch_size, len(source))
+
+        def done(point: Point) -> bool:
+            return point.residual <= max(self.tol, rounding) or point.gradient.norm().item() <= floor
+
+        def batches(steps: int) -> Iterator[Tensor | None]:
+            for _ in range(steps):
+                exact = batch >= len(source)
+                yield None if exact else torch.randint(len(source), (batch,), generator=generator, device="cpu")
+
+        def line(point: Point, eta: float, accepted: bool) -> Epoch:
+            return Epoch(len(landscape.found), source.passes, point.value, point.residual, eta, accepted)
+
+        point, last, factor = landscape.survey(start), None, 1.0
+        for _ in range(self._warm_up):
+            if done(point):
+                break
+            last, point = point, landscape.survey(point.gradient)
+        history = [line(point, math.nan, True)]
+        while not done(point) and len(history) <= self.max_epochs:
+            parameters, scale = rule(point, last, factor)
+            end = landscape.survey(landscape.epoch(point, batches(parameters.epoch_length - 1), parameters, scale))
+            accepted = not _fell(point, end, rounding)
+            history.append(line(end, parameters.eta, accepted))
+            if accepted:
+                point, last = end, point
+            else:
+                factor /= 2
+        return Climb(point, history, done(point))
+
     def _rule(self, number: int) -> Rule:
         """Gives the parameters of each epoch of a component; gradients are divided by the multiplier."""
 
@@ -342,7 +324,6 @@ class StochasticPower(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEst
         return torch.randn(d, generator=generator, dtype=torch.float64, device="cpu")
 
     def _check_common(self) -> None:
-        """Raises ValueError for common parameters out of range."""
         check_integer("n_components", self.n_components)
         check_integer("max_epochs", self.max_epochs)
         check_number("eta", self.eta, expected="in (0, 1]", allowed=lambda eta: 0 < eta <= 1)

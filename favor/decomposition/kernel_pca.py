@@ -19,7 +19,7 @@ from favor.decomposition.inputs import (
     warn_of_end,
 )
 from favor.decomposition.kernels import KernelDecomposition, check_diagonal, checked_kernel
-from favor.decomposition.power import check_options, scale_invariant_power
+from favor.decomposition.power import scale_invariant_power
 
 # Rows among which the best is the start of an Lp component.
 CANDIDATES = 50
@@ -219,9 +219,6 @@ class L1KernelPCA(KernelDecomposition):
     @torch.no_grad()
     def fit(self, X: Any, y: Any = None) -> L1KernelPCA:
         """Finds the components of rows `[n, n_features]`, or of their kernel matrix `[n, n]`; y is ignored."""
-        check_integer("n_components", self.n_components, None)
-        check_integer("max_iter", self.max_iter)
-        check_flag("bit_flips", self.bit_flips)
         rows = self._training_rows(X)
         kernel = self._training_kernel(rows, X)
         found = l1_kernel_pca(kernel, self.n_components, max_iter=self.max_iter, bit_flips=self.bit_flips)
@@ -333,7 +330,9 @@ class LpKernelPCA(KernelDecomposition):
     @torch.no_grad()
     def fit(self, X: Any, y: Any = None) -> LpKernelPCA:
         """Finds the components of rows `[n, n_features]`, or of their kernel matrix `[n, n]`; y is ignored."""
-        self._check_parameters()
+        check_integer("n_components", self.n_components)
+        # Below 1 steps may lower the objective.
+        check_number("p", self.p, expected="a finite number of at least 1", allowed=lambda p: 1 <= p < math.inf)
         rows = self._training_rows(X)
         if self.kernel == "linear":
             directions = self._directions(rows)
@@ -369,12 +368,6 @@ class LpKernelPCA(KernelDecomposition):
             counts.append(result.n_iter)
         self.n_iter_ = max(counts, default=0)
         return found
-
-    def _check_parameters(self) -> None:
-        check_integer("n_components", self.n_components)
-        check_options(self.shift, self.tol, self.max_iter)
-        # Below 1 steps may lower the objective.
-        check_number("p", self.p, expected="a finite number of at least 1", allowed=lambda p: 1 <= p < math.inf)
 
 
 def _gradient(factor: Tensor, p: float) -> Callable[[Tensor], Tensor]:

@@ -67,7 +67,10 @@ class KernelDecomposition(ClassNamePrefixFeaturesOutMixin, TransformerMixin, Bas
 
     def _training_rows(self, X: Any) -> Tensor:
         """Checks the parameters of the kernel and X, and keeps what new rows will need of X."""
-        self._check_kernel()
+        if not callable(self.kernel) and not (isinstance(self.kernel, str) and self.kernel in KERNELS):
+            raise ValueError(f"kernel must be one of {', '.join(KERNELS)} or a function; got {self.kernel!r}.")
+        check_number("gamma", self.gamma, None, expected="a positive number", allowed=lambda g: 0 < g < math.inf)
+        check_flag("center", self.center)
         rows = rows_of(self, X, reset=True, minimum=2 if self.center else 1)
         if self.kernel == "linear":
             mean = rows.mean(0) if self.center else torch.zeros_like(rows[0])
@@ -132,12 +135,6 @@ class KernelDecomposition(ClassNamePrefixFeaturesOutMixin, TransformerMixin, Bas
         if not bool(kernel.isfinite().all()):
             raise ValueError("kernel gave NaN or infinity; it must be finite for all pairs of rows.")
         return kernel
-
-    def _check_kernel(self) -> None:
-        if not callable(self.kernel) and not (isinstance(self.kernel, str) and self.kernel in KERNELS):
-            raise ValueError(f"kernel must be one of {', '.join(KERNELS)} or a function; got {self.kernel!r}.")
-        check_number("gamma", self.gamma, None, expected="a positive number", allowed=lambda g: 0 < g < math.inf)
-        check_flag("center", self.center)
 
 
 def checked_kernel(K: Any, name: str) -> Tensor:

@@ -118,13 +118,8 @@ def half_step(target: Target, W: Tensor, H: Tensor, product: Tensor, shift: floa
 
     With c_k the column sums of W and v_j those of V, X_kj = H_kj c_k / v_j are mixture proportions. Their normalised
     gradient is Q_kj t_j / v_j, Q = W'(V / WH) / c the factor of MU and t the column sums of WH. Afterwards the column
-    sums of WH are those of V.
-
-    Args:
-        target: V, of which WH reaches everything (`Target.reached`).
-        W, H: `[n, K]` and `[K, m]`.
-        product: WH, from `Target.product`.
-        shift: relative to the multiplier; None for MU.
+    sums of WH are those of V. WH `[n, K] @ [K, m]` must reach all of V (`Target.reached`), and `product` is that of
+    `Target.product`; the shift is relative to the multiplier, None for MU.
     """
     tiny = torch.finfo(H.dtype).tiny
     sums = W.sum(0)
@@ -366,7 +361,6 @@ def _steps_of_rows(target: Target) -> Callable[[State, float | None], State]:
 
 
 def _given(name: str, given: Any, shape: tuple[int, int], like: Tensor) -> Tensor:
-    """Checks a factor to start from."""
     if given is None:
         raise ValueError(f'init="custom" needs {name}, of shape {list(shape)}: fit_transform(X, W=W, H=H).')
     factor = tensor_of(given, like)

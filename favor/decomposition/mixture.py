@@ -113,10 +113,7 @@ def fit_proportions(
 ) -> Proportions:
     """Runs the iteration of `mixture_proportions` for a matrix that is known by its products alone.
 
-    Args:
-        times: pi `[..., K]` -> L pi `[..., n]`, in new storage.
-        transposed_times: r `[..., n]` -> L' r `[..., K]`.
-        counts, start, shift, guard, tol, max_iter: v `[..., n]`, pi `[..., K]`, and as in `mixture_proportions`.
+    They are pi `[..., K]` -> L pi `[..., n]`, in new storage, and r `[..., n]` -> L' r `[..., K]`.
     """
     total = counts.sum(-1, keepdim=True)
     share = counts / total
@@ -164,24 +161,22 @@ def _objective(share: Tensor, mixture: Tensor) -> Tensor:
 
 def _rows_of_order_one(L: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """Gives rows divided by their largest entries, which changes no proportion, and these entries `[..., n]`."""
-    L, largest = _divided(L)
+    indices, values = (L.indices(), L.values()) if L.is_sparse else (None, L)
+    if indices is None:
+        largest = L.amax(-1)
+    else:
+        largest = values.new_zeros(L.shape[0]).scatter_reduce(0, indices[0], values, "amax")
     empty = (largest <= 0) & (v > 0)
     if bool(empty.any()):
         raise ValueError(
             f"{int(empty.sum())} rows with a positive count have likelihood 0 under every component that start allows; "
             "leave them out, or give them a count of 0."
         )
-    return L, torch.where(largest > 0, largest, 1.0)
-
-
-def _divided(L: Tensor) -> tuple[Tensor, Tensor]:
-    if L.is_sparse:
-        rows, values = L.indices()[0], L.values()
-        largest = values.new_zeros(L.shape[0]).scatter_reduce(0, rows, values, "amax")
-        values = values / torch.where(largest > 0, largest, 1.0)[rows]
-        return torch.sparse_coo_tensor(L.indices(), values, L.shape, check_invariants=False, is_coalesced=True), largest
-    largest = L.amax(-1)
-    return L / torch.where(largest > 0, largest, 1.0).unsqueeze(-1), largest
+    largest = torch.where(largest > 0, largest, 1.0)
+    if indices is None:
+        return L / largest.unsqueeze(-1), largest
+    values = values / largest[indices[0]]
+    return torch.sparse_coo_tensor(indices, values, L.shape, check_invariants=False, is_coalesced=True), largest
 
 
 def _checked(likelihoods: Any, counts: Any, start: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -218,7 +213,6 @@ def _vector(name: str, given: Any, shape: tuple[int, ...], like: Tensor) -> Tens
 
 
 def _real(given: Any, name: str) -> Tensor:
-    """Gives real numbers as a tensor."""
     if not isinstance(given, Tensor):
         array = np.asarray(given)
         if array.dtype.kind not in "fiub":

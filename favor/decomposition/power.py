@@ -98,7 +98,6 @@ def scale_invariant_power(
         >>> round(result.multiplier, 6), result.x.round(6).tolist()
         (3.0, [0.707107, 0.707107])
     """
-    check_options(shift, tol, max_iter)
     found = _swept([gradient], [start], [None], [("gradient", "start")], shift, tol, max_iter)
     return PowerResult(found.blocks[0], float(found.multipliers[0] or 0.0), found.n_iter, found.converged)
 
@@ -148,7 +147,6 @@ def block_power(
         >>> bool(abs(found.multipliers[0] - np.linalg.norm(A, 2)) < 1e-9)
         True
     """
-    check_options(shift, tol, max_iter)
     names = [(f"gradients[{i}]", f"blocks[{i}]") for i in range(len(blocks))]
     return _swept(gradients, blocks, _lengths(gradients, blocks, steps), names, shift, tol, max_iter)
 
@@ -163,6 +161,11 @@ def _swept(
     max_iter: int,
 ) -> BlockPowerResult:
     """Runs the sweeps of `block_power`, with a length per block and the names of gradients and blocks in errors."""
+    check_number("shift", shift, expected="a finite number", allowed=math.isfinite)
+    if shift <= -1:
+        raise ValueError(f"shift must be above -1, at which it cancels the multiplier; got {shift!r}.")
+    check_number("tol", tol)
+    check_integer("max_iter", max_iter)
     found = [_vector(block, name) for block, (_, name) in zip(blocks, names, strict=True)]
     found = [x if lengths[i] is not None else _unit(x, names[i][1]) for i, x in enumerate(found)]
     given = [same_kind(x, block) for x, block in zip(found, blocks, strict=True)]
@@ -177,21 +180,15 @@ def _swept(
             if length is None:
                 found[i], moved = _step(found[i], slope(i), shift, names[i][0])
             else:
-                found[i], moved = _free_step(found[i], slope(i), length, i)
+                before, found[i] = found[i], found[i] + length * slope(i)
+                if not bool(found[i].isfinite().all()):
+                    raise ValueError(f"blocks[{i}] grew without bound; choose steps[{i}] smaller than {length!r}.")
+                moved = float((found[i] - before).square().sum() / (2 * before.square().sum().clamp(min=1)))
             given[i] = same_kind(found[i], blocks[i])
             converged = converged and moved < tol
         n_iter += 1
     multipliers = tuple(float(x @ slope(i)) if lengths[i] is None else None for i, x in enumerate(found))
     return BlockPowerResult(tuple(given), multipliers, n_iter, converged)
-
-
-def check_options(shift: Any, tol: Any, max_iter: Any) -> None:
-    """Raises ValueError for a shift, tolerance or number of steps out of range."""
-    check_number("shift", shift, expected="a finite number", allowed=math.isfinite)
-    if shift <= -1:
-        raise ValueError(f"shift must be above -1, at which it cancels the multiplier; got {shift!r}.")
-    check_number("tol", tol)
-    check_integer("max_iter", max_iter)
 
 
 def _lengths(gradients: Sequence[Any], blocks: Sequence[Any], steps: Sequence[Any] | None) -> list[float | None]:
@@ -249,10 +246,3 @@ def _step(x: Tensor, slope: Tensor, shift: float, name: str) -> tuple[Tensor, fl
     # |x_new -+ x|^2 / 2 is 1 - |x_new'x| for unit vectors, and keeps its digits where they nearly agree.
     moved = torch.minimum((new - x).square().sum(), (new + x).square().sum()) / 2
     return new, float(moved)
-
-
-def _free_step(y: Tensor, slope: Tensor, length: float, i: int) -> tuple[Tensor, float]:
-    new = y + length * slope
-    if not bool(new.isfinite().all()):
-        raise ValueError(f"blocks[{i}] grew without bound; choose steps[{i}] smaller than {length!r}.")
-    return new, float((new - y).square().sum() / (2 * y.square().sum().clamp(min=1)))

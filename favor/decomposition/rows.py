@@ -24,9 +24,7 @@ SMALLEST_SHARE = 64
 class RowSource:
     """Rows of X as tensors, less an offset `[d]` if there is one; `read` counts the rows that were read.
 
-    Args:
-        rows: tensor `[n, d]`, or an object with `len` that gives rows by a rising array of numbers.
-        width: d.
+    `rows` is a tensor `[n, d]`, or an object with `len` that gives rows by a rising array of numbers.
     """
 
     def __init__(self, rows: Any, width: int) -> None:

@@ -21,20 +21,11 @@ SMALLEST_GAP = 1e-6
 
 
 def second_eigenvalue(point: Tensor, image: Tensor, last: Tensor, last_image: Tensor) -> float | None:
-    """Estimates l2 from two points and their images, without another pass over the data.
+    """Estimates l2 from a point x and the one before, unit `[d]`, and their images C x, without another pass.
 
     It is the Rayleigh quotient of the part of `last` orthogonal to `point`: at most l2 once `point` is u_1, mostly too
-    low.
-
-    Args:
-        point: x, unit `[d]`, and its image C x.
-        last: the point of the epoch before, unit `[d]`, and its image.
-
-    Returns:
-        The estimate within [0, (1 - 1e-6) x'C x]; None if the points are too near each other to tell.
-
-    References:
-        Kim (2020), section 4.4; both bounds and the refusal of near points are additions.
+    low. It is within [0, (1 - 1e-6) x'C x], and None if the points are too near each other to tell. Kim (2020), section
+    4.4; both bounds and the refusal of near points are additions.
     """
     overlap = torch.dot(last, point).item()
     rest = 1 - overlap**2

@@ -99,24 +99,18 @@ def favor_attention_forward(
     is_causal: bool | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Computes attention for the backends, with the signature that transformers calls.
+    """Computes attention `[B, L, H, dv]`, contiguous, with the signature that transformers calls; gives no weights.
 
     Dropout drops each attention weight with the given probability, like softmax attention; the weights that one key
     gives to the queries of a head are dropped together, since they are never formed one by one.
 
     Args:
-        backend: name of the backend.
         module: the attention module; its config holds the options, `config.favor`.
         query, key, value: `[B, H, L, d]`, `[B, Hk, S, d]`, `[B, Hk, S, dv]`, heads not repeated.
         attention_mask: from `favor_mask`, or any mask that `favor.integrations.masks.visibility` reads.
-        scaling: factor of the logits, default 1/sqrt(d).
-        dropout: probability, 0 in evaluation.
         is_causal: used if the mask does not say it; default `module.is_causal`.
         **kwargs: further arguments of the model; refused if they would change the result. `favor_state` is the
             `favor.kernels.StreamState` of causal attention piece by piece.
-
-    Returns:
-        `[B, L, H, dv]`, contiguous, and None for the attention weights, which never exist.
     """
     refuse(kwargs, module)
     lengths = [kwargs.get(name) for name in _LENGTHS]

@@ -32,9 +32,10 @@ class StreamLayer(CacheLayerMixin):
     def __init__(self) -> None:
         super().__init__()
         self.place: tuple[FavorCache, int] | None = None
-        self._forget()
+        StreamLayer.reset(self)
 
-    def _forget(self) -> None:
+    def reset(self) -> None:
+        """Forgets everything."""
         self.state, self.length, self._unread = StreamState(), 0, False
         self.is_initialized, self.keys, self.values = False, None, None
         self._options: Any = None
@@ -104,10 +105,6 @@ class StreamLayer(CacheLayerMixin):
     def get_max_length(self) -> int:
         """Gives -1: there is no maximum length."""
         return -1
-
-    def reset(self) -> None:
-        """Forgets everything."""
-        self._forget()
 
     def crop(self, tokens: int) -> None:
         """Forgets the last tokens, if the state keeps all keys: -tokens of them, or if positive all but `tokens`."""

@@ -194,7 +194,6 @@ def visibility(
     record on the way (cut, or moved to another device), the argument `is_causal` decides or, if it is None, the module.
 
     Args:
-        module: the attention module.
         mask: what transformers passed: None, `[B, S]` or `[B, 1, L or 1, S]`; boolean (True for visible) or additive.
         is_causal, sliding_window: arguments of the attention function; visible keys are nearer than the window.
         shape: B, L, S.

@@ -117,14 +117,10 @@ def store_parameters(
     kind: str = "calibrated",
     weights: Mapping[int, Mapping[str, Any]] | None = None,
 ) -> None:
-    """Puts parameters of a family into the attention modules as buffers, and their shapes into the config.
+    """Puts parameters of a family into the numbered attention modules as buffers, and their shapes into the config.
 
-    Args:
-        model: a model with numbered layers.
-        parameters: by layer number, `[Hk, d, d]` and `[Hk, d]`.
-        family: registry name.
-        kind: "calibrated" for parameters, "corrected" for a correction of those of each sequence.
-        weights: what the weights are for, by layer number, see `weights_of`; None if the parameters have no weights.
+    All are by layer number: parameters `[Hk, d, d]` and `[Hk, d]` (of kind "corrected", a correction of those of each
+    sequence), and what the weights are for, see `weights_of`; None if the parameters have no weights.
     """
     modules, entries = attention_modules(model), dict[int, dict[str, Any]]()
     for number, own in parameters.items():

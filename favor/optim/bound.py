@@ -29,13 +29,10 @@ ORDERS = ("ascending", "descending", "none")
 
 
 def prefix_scan(combine: Callable[[Elements, Elements], Elements], elements: Elements) -> Elements:
-    """Computes all prefixes of an associative product: O(n) work in O(log n) vectorised steps.
+    """Computes all prefixes of an associative product (earlier, later): O(n) work in O(log n) vectorised steps.
 
     Neighbours are combined in pairs, the pairs scanned by recursion, and the even places filled in from the odd ones.
-
-    Args:
-        combine: (earlier, later) -> their product, place by place.
-        elements: tensors `[..., n]` with n >= 1, which together make one element at each place.
+    The tensors `[..., n]`, n >= 1, together make one element at each place.
     """
     n = elements[0].shape[-1]
     if n == 1:
@@ -57,12 +54,9 @@ def prefix_scan(combine: Callable[[Elements, Elements], Elements], elements: Ele
 
 
 def affine_scan(factor: Tensor, term: Tensor, *, reverse: bool = False, exclusive: bool = False) -> Tensor:
-    """Runs the recurrence h_k = factor_k h_{k-1} + term_k along `[..., n]`, with h before the first place 0.
+    """Runs the recurrence h_k = factor_k h_{k-1} + term_k along `[..., n]`, from 0; factor and term broadcast.
 
-    Args:
-        factor, term: `[..., n]`; they broadcast.
-        reverse: run from the last place to the first, h_k = factor_k h_{k+1} + term_k.
-        exclusive: give at every place the h of the place before, and 0 at the first.
+    With `reverse` from the last place to the first; with `exclusive` it gives at every place the h of the place before.
     """
     factor, term = torch.broadcast_tensors(factor, term)
     if reverse:
@@ -225,9 +219,6 @@ def bound_coefficients(logits: Tensor, order: str = "ascending") -> BoundCoeffic
         logits, permutation = logits.sort(dim=-1, descending=order == "descending", stable=True)
     log_sums = logits.logcumsumexp(-1)
     log_z = log_sums[..., -1] + top.squeeze(-1)
-    if logits.shape[-1] == 1:
-        zero = torch.zeros_like(logits)
-        return BoundCoefficients(zero, torch.ones_like(logits), zero, log_z, permutation)
     ratio = logits[..., 1:] - log_sums[..., :-1]
     # The first label has nothing before it: log ratio +inf, so kappa = 1 and rho = beta = 0.
     ratio = torch.nn.functional.pad(ratio, (1, 0), value=torch.inf)

@@ -17,6 +17,8 @@ from torch.optim import Optimizer
 from favor.optim.bound import ORDERS
 
 Closure = Callable[[], Any]
+Options = dict[str, Any]
+Heads = nn.Linear | Iterable[Options]
 
 
 @dataclass(frozen=True)
@@ -64,9 +66,6 @@ class Capture:
 
         output.register_hook(keep)
 
-    def __deepcopy__(self, memo: Any) -> Capture:
-        return Capture()
-
     def __reduce__(self) -> tuple[type[Capture], tuple[()]]:
         return Capture, ()
 
@@ -83,8 +82,8 @@ class HeadOptimizer(Optimizer):
 
     def __init__(
         self,
-        head: nn.Linear | Iterable[dict[str, Any]],
-        defaults: dict[str, Any],
+        head: Heads,
+        defaults: Options,
         process_group: dist.ProcessGroup | None = None,
         capture: bool = True,
     ) -> None:
@@ -129,7 +128,7 @@ class HeadOptimizer(Optimizer):
             hook = head.register_forward_hook(Capture(self._captured[-1]), with_kwargs=True)
             weakref.finalize(self, hook.remove)
 
-    def _check(self, options: dict[str, Any]) -> None:
+    def _check(self, options: Options) -> None:
         """Raises ValueError for an option out of range."""
         for name in ("lr", "weight_decay", "damping"):
             if name in options and not 0 <= options[name] < float("inf"):
@@ -204,7 +203,7 @@ class HeadOptimizer(Optimizer):
         self._drop_rows()
         return loss
 
-    def _step_head(self, group: dict[str, Any], head: nn.Linear, rows: RowStore) -> None:
+    def _step_head(self, group: Options, head: nn.Linear, rows: RowStore) -> None:
         like = group["params"][0].new_zeros((), dtype=precision(head))
         batch = collect(rows, head.in_features, len(group["params"]) > 1, like)
         gradients = [parameter.grad for parameter in group["params"] if parameter.grad is not None]
@@ -229,16 +228,15 @@ class HeadOptimizer(Optimizer):
                 "made, or give its inputs with set_batch(x, weight)."
             )
 
-    def _update(self, group: dict[str, Any], head: nn.Linear, batch: Batch) -> None:
-        """Changes the head."""
-        parameters = group["params"]
-        theta, gradient = joined(head, parameters), joined(head, [p.grad for p in parameters])
-        subtract(parameters, self._direction(group, self.state[head.weight], theta, gradient, batch))
+    def _update(self, group: Options, head: nn.Linear, batch: Batch) -> None:
+        theta, gradient = (joined(head, parts) for parts in (group["params"], [p.grad for p in group["params"]]))
+        self._move(group, self._direction(group, self.state[head.weight], theta, gradient, batch))
 
-    def _direction(
-        self, group: dict[str, Any], state: dict[str, Any], theta: Tensor, gradient: Tensor, batch: Batch
-    ) -> Tensor:
-        """Gives the step that `_update` subtracts from theta `[n, d]`, for the loss gradient without weight decay."""
+    def _move(self, group: Options, change: Tensor) -> None:
+        subtract(group["params"], change)
+
+    def _direction(self, group: Options, state: Options, theta: Tensor, gradient: Tensor, batch: Batch) -> Tensor:
+        """Gives the step that `_move` subtracts from theta `[n, d]`, for the loss gradient without weight decay."""
         raise NotImplementedError
 
     def _world_size(self) -> int:

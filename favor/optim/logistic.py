@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from favor.optim.bound import bound_coefficients, bound_factor
-from favor.optim.head import Batch, Closure, HeadOptimizer, joined, subtract
+from favor.optim.head import Batch, Closure, HeadOptimizer, Heads, Options, subtract
 from favor.optim.majorizers import CERTIFIED, Curvature, averaged, exact, majorize
 from favor.optim.single import rank_one_step
 
@@ -60,7 +59,7 @@ class BBM(HeadOptimizer):
 
     def __init__(
         self,
-        head: nn.Linear | Iterable[dict[str, Any]],
+        head: Heads,
         lr: float = 1.0,
         weight_decay: float = 1e-4,
         curvature: str = "exact",
@@ -70,7 +69,7 @@ class BBM(HeadOptimizer):
         defaults = {"lr": lr, "weight_decay": weight_decay, "curvature": curvature, "order": order}
         super().__init__(head, defaults, process_group)
 
-    def _check(self, options: dict[str, Any]) -> None:
+    def _check(self, options: Options) -> None:
         super()._check(options)
         if not 0 < options["lr"] < 2:
             raise ValueError(f"lr must be between 0 and 2, got {options['lr']}.")
@@ -106,14 +105,12 @@ class BBM(HeadOptimizer):
         finally:
             del self._again, self._loss
 
-    def _objective(self, loss: Any, group: dict[str, Any]) -> float:
+    def _objective(self, loss: Any, group: Options) -> float:
         like = group["params"][0]
         data = self._mean(torch.as_tensor(loss, dtype=torch.float64, device=like.device).detach().clone())
         return data.item() + group["weight_decay"] / 2 * sum(p.double().square().sum().item() for p in group["params"])
 
-    def _direction(
-        self, group: dict[str, Any], state: dict[str, Any], theta: Tensor, gradient: Tensor, batch: Batch
-    ) -> Tensor:
+    def _direction(self, group: Options, state: Options, theta: Tensor, gradient: Tensor, batch: Batch) -> Tensor:
         curvature: Curvature
         if group["curvature"] == "exact":
             curvature = exact(batch.x @ theta.T, batch.x, batch.weights, group["order"], self._mean)
@@ -123,23 +120,19 @@ class BBM(HeadOptimizer):
         decay = group["weight_decay"]
         return group["lr"] * curvature.solve(gradient + decay * theta, decay)
 
-    def _update(self, group: dict[str, Any], head: nn.Linear, batch: Batch) -> None:
+    def _move(self, group: Options, change: Tensor) -> None:
         if group["curvature"] in CERTIFIED:
-            super()._update(group, head, batch)
-            return
-        parameters = group["params"]
+            return super()._move(group, change)
+        parameters, before = group["params"], self._objective(self._loss, group)
         kept = [parameter.clone() for parameter in parameters]
-        before = self._objective(self._loss, group)
-        theta, gradient = joined(head, kept), joined(head, [parameter.grad for parameter in parameters])
-        direction = self._direction(group, self.state[head.weight], theta, gradient, batch)
-        for halving in range(HALVINGS):
+        for halving in range(HALVINGS + 1):
             for parameter, start in zip(parameters, kept, strict=True):
                 parameter.copy_(start)
-            subtract(parameters, direction * 0.5**halving)
-            if self._objective(self._again(), group) <= before:
-                return
-        for parameter, start in zip(parameters, kept, strict=True):
-            parameter.copy_(start)
+            if halving < HALVINGS:
+                subtract(parameters, change * 0.5**halving)
+                if self._objective(self._again(), group) <= before:
+                    return None
+        return None
 
 
 class SPFB(HeadOptimizer):
@@ -181,7 +174,7 @@ class SPFB(HeadOptimizer):
 
     def __init__(
         self,
-        head: nn.Linear | Iterable[dict[str, Any]],
+        head: Heads,
         lr: float = 1.0,
         weight_decay: float = 1e-4,
         damping: float = 1e-2,
@@ -192,16 +185,14 @@ class SPFB(HeadOptimizer):
         defaults = {"lr": lr, "weight_decay": weight_decay, "damping": damping, "literal": literal, "order": order}
         super().__init__(head, defaults, process_group)
 
-    def _check(self, options: dict[str, Any]) -> None:
+    def _check(self, options: Options) -> None:
         super()._check(options)
         if options["weight_decay"] + (0 if options["literal"] else options["damping"]) <= 0:
             raise ValueError(
                 "curvature alone has no inverse: weight_decay, or damping without literal, must be positive."
             )
 
-    def _direction(
-        self, group: dict[str, Any], state: dict[str, Any], theta: Tensor, gradient: Tensor, batch: Batch
-    ) -> Tensor:
+    def _direction(self, group: Options, state: Options, theta: Tensor, gradient: Tensor, batch: Batch) -> Tensor:
         decay, rate, damping = group["weight_decay"], group["lr"], group["weight_decay"]
         norms = batch.x.square().sum(-1)
         if group["literal"]:
@@ -255,7 +246,7 @@ class SBM(HeadOptimizer):
 
     def __init__(
         self,
-        head: nn.Linear | Iterable[dict[str, Any]],
+        head: Heads,
         num_examples: int,
         lr: float = 1.0,
         weight_decay: float = 1e-4,
@@ -265,7 +256,7 @@ class SBM(HeadOptimizer):
         defaults = {"lr": lr, "weight_decay": weight_decay, "variant": variant, "order": order}
         super().__init__(head, defaults | {"num_examples": num_examples})
 
-    def _check(self, options: dict[str, Any]) -> None:
+    def _check(self, options: Options) -> None:
         super()._check(options)
         size = sum(parameter.numel() for parameter in options["params"])
         if size > MAX_SIZE:
@@ -275,9 +266,7 @@ class SBM(HeadOptimizer):
         if options["weight_decay"] == 0 or options["num_examples"] < 1:
             raise ValueError("weight_decay must be positive and num_examples at least 1.")
 
-    def _direction(
-        self, group: dict[str, Any], state: dict[str, Any], theta: Tensor, gradient: Tensor, batch: Batch
-    ) -> Tensor:
+    def _direction(self, group: Options, state: Options, theta: Tensor, gradient: Tensor, batch: Batch) -> Tensor:
         if self._world_size() > 1:
             raise ValueError("SBM keeps one matrix of all examples in order: run it on one process.")
         total = group["weight_decay"] * group["num_examples"]

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any
-
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from favor.optim.bound import PartitionBound, bound_coefficients, bound_factor
-from favor.optim.head import Batch, HeadOptimizer
+from favor.optim.head import Batch, HeadOptimizer, Heads, Options
 
 RULES = ("exact", "repaired")
 
@@ -185,24 +182,17 @@ class LSPFB(HeadOptimizer):
     """
 
     def __init__(
-        self,
-        head: nn.Linear | Iterable[dict[str, Any]],
-        lr: float = 1.0,
-        weight_decay: float = 1e-4,
-        rank: int = 1,
-        rule: str = "exact",
+        self, head: Heads, lr: float = 1.0, weight_decay: float = 1e-4, rank: int = 1, rule: str = "exact"
     ) -> None:
         super().__init__(head, {"lr": lr, "weight_decay": weight_decay, "rank": rank, "rule": rule})
 
-    def _check(self, options: dict[str, Any]) -> None:
+    def _check(self, options: Options) -> None:
         super()._check(options)
         check_rule(options["rank"], options["rule"])
         if options["weight_decay"] == 0:
             raise ValueError("weight_decay must be positive: the diagonal may be 0 where no curvature falls.")
 
-    def _direction(
-        self, group: dict[str, Any], state: dict[str, Any], theta: Tensor, gradient: Tensor, batch: Batch
-    ) -> Tensor:
+    def _direction(self, group: Options, state: Options, theta: Tensor, gradient: Tensor, batch: Batch) -> Tensor:
         if self._world_size() > 1:
             raise ValueError("LSPFB adds examples one after the other: run it on one process.")
         curvature = LowRankCurvature(theta.numel(), group["rank"], rule=group["rule"], like=theta)

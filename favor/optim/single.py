@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -20,7 +19,7 @@ from favor.optim.bound import (
     common_shape,
     prefix_scan,
 )
-from favor.optim.head import Batch, HeadOptimizer
+from favor.optim.head import Batch, HeadOptimizer, Heads, Options
 
 METHODS = ("auto", "tridiagonal", "scan")
 
@@ -274,16 +273,10 @@ class ProxBoundSGD(HeadOptimizer):
         >>> optimizer.step()
     """
 
-    def __init__(
-        self,
-        head: nn.Linear | Iterable[dict[str, Any]],
-        lr: float = 1.0,
-        weight_decay: float = 0.0,
-        order: str = "none",
-    ) -> None:
+    def __init__(self, head: Heads, lr: float = 1.0, weight_decay: float = 0.0, order: str = "none") -> None:
         super().__init__(head, {"lr": lr, "weight_decay": weight_decay, "order": order})
 
-    def _update(self, group: dict[str, Any], head: nn.Linear, batch: Batch) -> None:
+    def _update(self, group: Options, head: nn.Linear, batch: Batch) -> None:
         if len(batch.x) != 1 or self._world_size() > 1:
             raise ValueError(
                 f"ProxBoundSGD takes one example per step on one process, got {len(batch.x)} on each: use SPFB or "

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
-from favor.optim.head import Batch, Closure, HeadOptimizer
+from favor.optim.head import Batch, Closure, HeadOptimizer, Heads, Options
 from favor.optim.majorizers import Curvature, Exact, Kronecker, averaged, exact, majorize, second_moment
 
 CURVATURES = ("bohning", "diag", "block", "kfac", "exact", "geometric")
@@ -83,7 +82,7 @@ class SoftmaxBound(HeadOptimizer):
 
     def __init__(
         self,
-        head: nn.Linear | Iterable[dict[str, Any]],
+        head: Heads,
         lr: float = 1.0,
         weight_decay: float = 0.0,
         damping: float = 0.1,
@@ -98,7 +97,7 @@ class SoftmaxBound(HeadOptimizer):
         defaults |= {"curvature_ema": curvature_ema, "max_rows": max_rows, "order": order}
         super().__init__(head, defaults, process_group, capture)
 
-    def _check(self, options: dict[str, Any]) -> None:
+    def _check(self, options: Options) -> None:
         super()._check(options)
         if options["curvature"] not in CURVATURES:
             raise ValueError(f"curvature must be one of {', '.join(CURVATURES)}; got {options['curvature']!r}.")
@@ -113,9 +112,7 @@ class SoftmaxBound(HeadOptimizer):
                 "damping and weight_decay are both 0, and curvature alone has no inverse: set one of them."
             )
 
-    def _direction(
-        self, group: dict[str, Any], state: dict[str, Any], theta: Tensor, gradient: Tensor, batch: Batch
-    ) -> Tensor:
+    def _direction(self, group: Options, state: Options, theta: Tensor, gradient: Tensor, batch: Batch) -> Tensor:
         if group["weight_decay"]:
             gradient = gradient + group["weight_decay"] * theta
         curvature = self._curvature(group, state, theta, batch)
@@ -125,15 +122,13 @@ class SoftmaxBound(HeadOptimizer):
             return torch.zeros_like(gradient)
         if isinstance(curvature, Exact):
             return group["lr"] * curvature.solve(gradient, damping)
-        inverse, rows = curvature.inverse(damping), self._effective_rows(batch)
+        inverse = curvature.inverse(damping)
+        # As many equally weighted rows have as much noise as the batch, over all processes.
+        total, squares = self._mean(torch.stack((batch.weights.sum(), batch.weights.square().sum()))).tolist()
+        rows = self._world_size() * total**2 / squares
         return inverse.apply(gradient).mul_(group["lr"] * rows / (rows + NOISE * (inverse.degrees + 1)))
 
-    def _effective_rows(self, batch: Batch) -> float:
-        """Gives the number of equally weighted rows that have as much noise as the batch, over all processes."""
-        total, squares = self._mean(torch.stack((batch.weights.sum(), batch.weights.square().sum()))).tolist()
-        return self._world_size() * total**2 / squares
-
-    def _curvature(self, group: dict[str, Any], state: dict[str, Any], theta: Tensor, batch: Batch) -> Curvature:
+    def _curvature(self, group: Options, state: Options, theta: Tensor, batch: Batch) -> Curvature:
         """Gives the majorizer, its factors averaged over processes and, except for "exact", over steps."""
         x, weights, name = batch.x, batch.weights, group["curvature"]
         if name == "exact":

@@ -43,12 +43,11 @@ def unit(x):
 
 
 def epoch_of(X, anchor, batches, eta, beta=None):
-    """The package's epoch; batches of None are exact steps."""
+    """The package's epoch."""
     rows = tensor(X)
     landscape = Landscape(Quadratic(), RowSource(rows, rows.shape[1]), rows.new_zeros(0, rows.shape[1]))
-    numbers = [None if batch is None else tensor(batch) for batch in batches]
     parameters = PowerParameters(eta, len(batches) + 1, beta)
-    return landscape.epoch(landscape.survey(tensor(anchor)), numbers, parameters, 1.0).numpy()
+    return landscape.epoch(landscape.survey(tensor(anchor)), map(tensor, batches), parameters, 1.0).numpy()
 
 
 def laplacian(x, y):

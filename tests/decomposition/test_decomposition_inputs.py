@@ -1,14 +1,12 @@
 """What all of favor.decomposition have in common: scikit-learn's checks, names, devices, refusals, warnings."""
 
 import inspect
-import pickle
 
 import numpy as np
 import pytest
 import torch
 from scipy import sparse
 from sklearn.base import clone
-from sklearn.datasets import load_iris
 from sklearn.exceptions import ConvergenceWarning
 from sklearn.utils.estimator_checks import check_estimator
 from spectra import laplacian
@@ -64,20 +62,6 @@ WORDS = {"integer": "a positive integer.*", "number": ".*", "flag": "True or Fal
 @pytest.mark.parametrize("estimator", CHECKED, ids=str)
 def test_scikit_learn_checks(estimator):
     check_estimator(estimator, on_skip=None)
-
-
-@pytest.mark.filterwarnings("ignore::sklearn.exceptions.ConvergenceWarning")
-@pytest.mark.parametrize("kind", ESTIMATORS)
-def test_columns_have_names_and_copies_give_the_same(kind):
-    rows = load_iris(as_frame=True).data
-    model = kind(n_components=2).set_output(transform="pandas")
-    if "random_state" in model.get_params():
-        model.set_params(random_state=0)
-    frame = model.fit_transform(rows)
-    assert list(frame.columns) == [f"{kind.__name__.lower()}{i}" for i in range(2)]
-    assert list(model.get_feature_names_out()) == list(frame.columns)
-    np.testing.assert_array_equal(pickle.loads(pickle.dumps(model)).transform(rows), model.transform(rows))
-    np.testing.assert_array_equal(clone(model).fit_transform(rows), frame)
 
 
 POWER = {"p": 4, "tol": 1e-12, "max_iter": 5000, "random_state": 0}
@@ -240,6 +224,42 @@ def test_fit_refuses(estimator, rows, message):
 def test_what_else_is_refused(run, error, message):
     with pytest.raises(error, match=message):
         run()
+
+
+@pytest.mark.parametrize("estimator", [L1KernelPCA(4), LpKernelPCA(4), LpKernelPCA(4, kernel=lambda a, b: a @ b.T)])
+def test_fewer_components_where_the_rank_is_lower(estimator):
+    rows = SKEWED[:20, :1] * np.ones(6)
+    assert estimator.fit(rows).n_components_ == 1
+    assert estimator.transform(rows).shape == (20, 1)
+
+
+ONES, ZEROS = torch.ones(2).double(), torch.zeros(2).double()
+
+
+@pytest.mark.parametrize(
+    ("gradient", "start", "options", "message"),
+    [
+        (lambda x: 0 * x, ONES, {}, "gradient gave zeros, which have no direction; start elsewhere"),
+        (lambda x: x * np.inf, ONES, {}, "gradient gave NaN or infinity; rescale"),
+        (lambda x: x[:1], ONES, {}, r"gradient must give shape \(2,\), got \(1,\)"),
+        (lambda x: x, ZEROS, {}, "start must have a direction, got zeros"),
+        (lambda x: x, ONES[:0], {}, "start must have a direction, got zeros or no entries"),
+        (lambda x: x, ONES * np.nan, {}, "start must be finite"),
+        (lambda x: x, ONES[None], {}, r"start must be a real vector \[d\], got shape \(1, 2\)"),
+        (lambda x: x, ONES, {"shift": -1.0}, "shift must be above -1, .*got -1.0"),
+        ([lambda x: x], [ONES, ONES], {}, "must have one entry per block.*got 1, 2 and 2"),
+        ([lambda x: x], [ONES], {"steps": [None, 1.0]}, "got 1, 1 and 2"),
+        ([], [], {}, "there must be a block"),
+        ([lambda x: x], [ONES], {"steps": [0.0]}, r"steps\[0\] must be a positive number or None, got 0.0"),
+        ([lambda x, y: x, lambda x, y: 0 * y], [ONES, ONES], {}, r"gradients\[1\] gave zeros"),
+        ([lambda x, y: x, lambda x, y: y], [ONES, ZEROS], {}, r"blocks\[1\] must have a direction"),
+        ([lambda x: x**3], [2 * ONES], {"steps": [1.0]}, r"gradients\[0\] gave NaN or infinity"),
+        ([lambda x: 1e308 * ONES], [ONES], {"steps": [9.0]}, r"blocks\[0\] grew without bound; choose steps\[0\] sm"),
+    ],
+)
+def test_what_power_iteration_refuses(gradient, start, options, message):
+    with pytest.raises(ValueError, match=message):
+        (block_power if isinstance(start, list) else scale_invariant_power)(gradient, start, **options)
 
 
 LATE = [

@@ -101,11 +101,3 @@ def test_a_large_power_seeks_the_largest_score():
     assert np.isfinite(pca.components_).all()
     row = x[pca.scores_[:, 0].argmax()] - pca.mean_
     assert row @ pca.components_[0] == pytest.approx(np.linalg.norm(row), rel=1e-3)
-
-
-def test_fewer_components_where_the_rank_is_lower():
-    x = data(20, 2) @ np.ones((2, 6))
-    for options in ({}, {"kernel": lambda a, b: a @ b.T}):
-        pca = LpKernelPCA(4, random_state=0, **options).fit(x)
-        assert pca.n_components_ == 1
-        assert pca.transform(x).shape == (20, 1)

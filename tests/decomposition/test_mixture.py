@@ -1,7 +1,5 @@
 """Mixture proportions: the optimum, rates by theory, the guard, scales, batches, kinds of data, and refusals."""
 
-import itertools
-
 import numpy as np
 import pytest
 import torch
@@ -44,29 +42,6 @@ def step_of(L, v, shift, **options):
     return lambda pi: mixture_proportions(L, v, start=pi, **options).proportions
 
 
-def iterations_to_optimum(step, L: np.ndarray, v: np.ndarray, best: float) -> int:
-    """Until the objective is within 1e-6 of its optimum."""
-    pi = np.full(L.shape[1], 1 / L.shape[1])
-    for number in itertools.count():
-        if best - objective(L, v, pi) <= 1e-6 * abs(best):
-            return number
-        pi = step(pi)
-        assert number < 5000
-    return -1
-
-
-def test_t6_iterations_of_shifts_beside_em():
-    """Shift 1 is as fast as EM, to 2%, and no shift needs at most 55% of its iterations."""
-    L, v = poisson_case()
-    best = mixture_proportions(L, v, tol=1e-12, max_iter=50_000).objective
-    reference = iterations_to_optimum(lambda pi: pi * gradient(L, v, pi), L, v, best)
-    assert reference > 200
-    counts = {s: iterations_to_optimum(step_of(L, v, s, guard=False), L, v, best) for s in (0, 0.05, 1)}
-    assert abs(counts[1] - reference) <= 0.02 * reference
-    assert counts[0] <= 0.55 * reference
-    assert counts[0] <= counts[0.05] <= 0.57 * reference
-
-
 @pytest.mark.parametrize("case", [poisson_case, separated_case, random_case])
 @pytest.mark.parametrize("shift", [0, 0.05, 0.25, 1])
 def test_t6_conditions_of_optimality(case, shift):
@@ -105,19 +80,11 @@ def test_local_rates_equal_theory(shift):
     assert (errors[-1] / errors[-6]) ** 0.2 == pytest.approx(expected, abs=1e-4)
 
 
-def test_t6_the_guard_makes_the_counterexample_monotone():
+def test_t6_the_guard_takes_the_step_of_em():
     L, v, start = FALLING
-    values = [objective(L, v, start)]
-    wrong = step_of(L, v, 0, guard=False)(start)
-    np.testing.assert_allclose(wrong, [0.6284, 0.3716], atol=1e-4)
-    assert objective(L, v, wrong) - values[0] == pytest.approx(-0.0127, abs=1e-4)
-    step, pi = step_of(L, v, 0), start
-    # The guard takes the step of EM.
-    np.testing.assert_allclose(step(pi), start * gradient(L, v, start), rtol=1e-13)
-    for _ in range(30):
-        pi = step(pi)
-        values.append(objective(L, v, pi))
-    assert np.diff(values).min() >= -1e-15
+    fallen = objective(L, v, step_of(L, v, 0, guard=False)(start)) - objective(L, v, start)
+    assert fallen == pytest.approx(-0.0127, abs=1e-4)
+    np.testing.assert_allclose(step_of(L, v, 0)(start), start * gradient(L, v, start), rtol=1e-13)
 
 
 @pytest.mark.parametrize("shift", [0, 0.25, 1])
@@ -141,20 +108,6 @@ def test_the_guard_is_monotone_on_extreme_problems(shift):
 
     assert falls(False) > 1e-4
     assert falls(True) <= 1e-13
-
-
-def test_t6_separated_components_with_small_shifts():
-    """Where w is 1 the plain iteration without shift swings for ever; guarded, or with a shift, it converges."""
-    L, v = np.eye(3), np.array([5.0, 3.0, 2.0])
-    options = {"start": [0.2, 0.2, 0.6], "tol": 1e-10}
-    swinging = mixture_proportions(L, v, shift=0, guard=False, max_iter=1000, **options)
-    assert not swinging.converged
-    assert swinging.n_iter == 1000
-    assert swinging.gap > 0.1
-    for shift, guard in ((0, True), (0.05, True), (0.05, False)):
-        result = mixture_proportions(L, v, shift=shift, guard=guard, max_iter=300, **options)
-        assert result.converged
-        np.testing.assert_allclose(result.proportions, [0.5, 0.3, 0.2], atol=1e-9)
 
 
 def test_invariance_to_the_scale_of_rows_and_counts():

@@ -1,9 +1,8 @@
-"""Scale-invariant power iteration: rates against Hessians, blocks, free blocks, and components by kurtosis."""
+"""Scale-invariant power iteration: rates against Hessians, blocks and free blocks."""
 
 import numpy as np
 import pytest
 import torch
-from sklearn.decomposition import FastICA
 
 from favor.decomposition import block_power, scale_invariant_power
 
@@ -107,45 +106,12 @@ def test_a_quadratic_function_gives_power_iteration():
     assert slow.n_iter > 1.3 * found.n_iter
 
 
-def test_a_shift_stops_alternation():
-    """Eigenvalues 1 and -1: without a shift the iteration swings for ever, with one it ends in the maximum."""
-    matrix = torch.diag(torch.tensor([1.0, -1.0, 0.5], dtype=torch.float64))
-    swinging = scale_invariant_power(lambda x: matrix @ x, torch.ones(3, dtype=torch.float64), max_iter=500)
-    assert not swinging.converged
-    assert swinging.n_iter == 500
-    found = scale_invariant_power(lambda x: matrix @ x, torch.tensor([1.0, 0.9, 0.8]).double(), shift=0.5, tol=1e-14)
-    assert found.converged
-    assert abs(found.multiplier - 1) < 1e-5
-
-
 def test_huge_and_tiny_gradients_keep_their_direction():
     matrix = torch.tensor([[2.0, 1.0], [1.0, 3.0]], dtype=torch.float64)
     expected = scale_invariant_power(lambda x: matrix @ x, torch.ones(2, dtype=torch.float64), shift=0.1).x
     for size in (1e200, 1e-200):
         big = scale_invariant_power(lambda x, s=size: s * (matrix @ x), size * torch.ones(2).double(), shift=0.1)
         torch.testing.assert_close(big.x, expected, rtol=1e-14, atol=0)
-
-
-def ones(size: int = 2) -> torch.Tensor:
-    return torch.ones(size, dtype=torch.float64)
-
-
-@pytest.mark.parametrize(
-    ("gradient", "start", "options", "message"),
-    [
-        (lambda x: 0 * x, ones(), {}, "gradient gave zeros, which have no direction; start elsewhere"),
-        (lambda x: x / 0, ones(), {}, "gradient gave NaN or infinity; rescale"),
-        (lambda x: x[:1], ones(), {}, r"gradient must give shape \(2,\), got \(1,\)"),
-        (lambda x: x, 0 * ones(), {}, "start must have a direction, got zeros"),
-        (lambda x: x, ones(0), {}, "start must have a direction, got zeros or no entries"),
-        (lambda x: x, ones() * np.nan, {}, "start must be finite"),
-        (lambda x: x, ones()[None], {}, r"start must be a real vector \[d\], got shape \(1, 2\)"),
-        (lambda x: x, ones(), {"shift": -1.0}, "shift must be above -1, .*got -1.0"),
-    ],
-)
-def test_what_is_refused(gradient, start, options, message):
-    with pytest.raises(ValueError, match=message):
-        scale_invariant_power(gradient, start, **options)
 
 
 def test_blocks_of_a_bilinear_function_find_singular_vectors():
@@ -162,35 +128,18 @@ def test_blocks_of_a_bilinear_function_find_singular_vectors():
     assert all(isinstance(block, np.ndarray) for block in arrays.blocks)
 
 
-def max_cut(n: int = 40) -> tuple[torch.Tensor, list]:
-    """A symmetric matrix without diagonal, and the gradients of <C, S S'> by the rows of S."""
-    entries = np.random.default_rng(3).normal(size=(n, n))
+def test_burer_monteiro_rows_as_blocks_reach_the_bound_of_the_relaxation():
+    """max <C, S S'> over unit rows of S, each of them a block."""
+    entries, n = np.random.default_rng(3).normal(size=(40, 40)), 40
     matrix = torch.tensor(np.triu(entries, 1) + np.triu(entries, 1).T)
-    return matrix, [lambda *s, i=i: 2 * matrix[i] @ torch.stack(s) for i in range(n)]
-
-
-def test_burer_monteiro_rows_as_blocks_ascend():
-    """max <C, S S'> over unit rows: sweeps ascend to the bound of the relaxation."""
-    matrix, gradients = max_cut()
-    n, r = len(matrix), 9
-    first = torch.randn(n, r, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    first = first / first.norm(dim=1, keepdim=True)
-
-    def value(s):
-        return float((matrix * (s @ s.T)).sum())
-
-    values, rows_ = [value(first)], tuple(first)
-    for _ in range(30):
-        rows_ = block_power(gradients, rows_, tol=0, max_iter=1).blocks
-        values.append(value(torch.stack(rows_)))
-    assert (np.diff(values) >= -1e-10).all()
-    found = block_power(gradients, rows_, tol=1e-13, max_iter=3000)
-    s = torch.stack(found.blocks)
+    gradients = [lambda *s, i=i: 2 * matrix[i] @ torch.stack(s) for i in range(n)]
+    rows = torch.randn(n, 9, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    found = block_power(gradients, tuple(rows), tol=1e-13, max_iter=3000)
+    s, multipliers = torch.stack(found.blocks), torch.tensor(found.multipliers, dtype=torch.float64) / 2
     torch.testing.assert_close(s.norm(dim=1), torch.ones(n, dtype=torch.float64))
     # S is optimal for the semidefinite relaxation, and so the best of any rank, if diag(multipliers) - C >= 0.
-    multipliers = torch.tensor(found.multipliers, dtype=torch.float64) / 2
     assert float(torch.linalg.eigvalsh(multipliers.diag() - matrix)[0]) > -1e-4
-    assert value(s) == pytest.approx(float(multipliers.sum()), rel=1e-9)
+    assert float((matrix * (s @ s.T)).sum()) == pytest.approx(float(multipliers.sum()), rel=1e-9)
 
 
 def coupled_problem():
@@ -212,10 +161,9 @@ def coupled_problem():
 
 
 def test_partially_scale_invariant_rate_on_a_quadratic_problem():
-    """A sweep with a free block contracts as its linearisation says, and not slower than the bound of the thesis."""
+    """A sweep with a free block contracts as its linearisation says."""
     a, b, d, by_x, by_y = coupled_problem()
-    low, high = float(d.min()), float(d.max())
-    step = 2 / (low + high)
+    step = 2 / float(d.min() + d.max())
     starts = [start(1, 6), torch.zeros(3).double()]
     found = block_power([by_x, by_y], starts, steps=[None, step], tol=1e-31, max_iter=5000)
     x, y = found.blocks
@@ -225,17 +173,10 @@ def test_partially_scale_invariant_rate_on_a_quadratic_problem():
     others, multiplier = complement(x), found.multipliers[0]
     inner = others.T @ (a + (y[:, None, None] * b).sum(0)) @ others
     cross = others.T @ torch.einsum("kij,j->ik", b, x)
-    largest = float(torch.linalg.eigvalsh(inner).abs().max())
-    coupling = float(torch.linalg.matrix_norm(cross, 2))
-    assert 0.05 < coupling**2 < low * (multiplier - largest)
-
     # x moves by the tangent part over the multiplier; y then sees the new x.
     of_x = torch.cat((inner, cross), 1) / multiplier
     of_y = torch.cat((torch.zeros(3, 5).double(), torch.eye(3) - step * d.diag()), 1) + step * cross.T @ of_x
     expected = float(torch.linalg.eigvals(torch.cat((of_x, of_y))).abs().max())
-    ratios = largest / multiplier, (high - low) / (high + low)
-    root = (ratios[0] - ratios[1]) ** 2 + 8 * coupling**2 / (multiplier * (low + high))
-    assert expected <= (sum(ratios) + root**0.5) / 2 < 1
 
     def distance(pair):
         return float(np.hypot(sine(pair[0], x), float((pair[1] - y).norm())))
@@ -248,72 +189,7 @@ def test_partially_scale_invariant_rate_on_a_quadratic_problem():
     assert contraction(sweep, near, distance, sweeps) == pytest.approx(expected, rel=0.01)
 
 
-@pytest.mark.parametrize(
-    ("gradients", "blocks", "steps", "message"),
-    [
-        ([lambda x: x], [ones(), ones()], None, "must have one entry per block.*got 1, 2 and 2"),
-        ([lambda x: x], [ones()], [None, 1.0], "got 1, 1 and 2"),
-        ([], [], None, "there must be a block"),
-        ([lambda x: x], [ones()], [0.0], r"steps\[0\] must be a positive number or None, got 0.0"),
-        ([lambda x, y: x, lambda x, y: 0 * y], [ones(), ones()], None, r"gradients\[1\] gave zeros"),
-        ([lambda x, y: x, lambda x, y: y], [ones(), 0 * ones()], None, r"blocks\[1\] must have a direction"),
-        ([lambda x: x**3], [2 * ones()], [1.0], r"gradients\[0\] gave NaN or infinity"),
-        ([lambda x: 1e308 * ones()], [ones()], [9.0], r"blocks\[0\] grew without bound; choose steps\[0\] smaller"),
-    ],
-)
-def test_what_blocks_refuse(gradients, blocks, steps, message):
-    with pytest.raises(ValueError, match=message):
-        block_power(gradients, blocks, steps=steps)
-
-
 def test_a_free_block_may_start_and_stay_at_zero():
-    found = block_power([lambda x, y: x * ones(), lambda x, y: -y], [ones(), 0 * ones(3)], steps=[None, 1.0])
+    found = block_power([lambda x, y: x, lambda x, y: -y], [start(), torch.zeros(3).double()], steps=[None, 1.0])
     assert found.converged
     assert not found.blocks[1].any()
-
-
-SOURCES = {
-    "uniform": lambda source, n: source.uniform(size=(n, 6)),
-    "Laplace": lambda source, n: source.laplace(size=(n, 6)),
-    "mixed": lambda source, n: np.column_stack(
-        [source.uniform(size=(n, 2)), source.laplace(size=(n, 2)), source.choice([-1.0, 1.0], size=(n, 2))]
-    ),
-}
-
-
-def kurtosis_units(white: np.ndarray) -> np.ndarray:
-    """Unmixing directions by the homogeneous kurtosis of degree 4, unit after unit."""
-    found = np.zeros((0, white.shape[1]))
-    for _ in range(white.shape[1]):
-
-        def gradient(x, found=found):
-            scores = white @ x
-            slope = np.sign((scores**4).mean() - 3) * ((white.T @ scores**3) / len(white) - 3 * x)
-            return slope - found.T @ (found @ slope)
-
-        first = np.random.default_rng(len(found)).normal(size=white.shape[1])
-        result = scale_invariant_power(gradient, first - found.T @ (found @ first), tol=1e-12)
-        assert result.converged
-        found = np.vstack((found, result.x))
-    return found
-
-
-@pytest.mark.parametrize("kind", SOURCES)
-def test_t8_homogeneous_kurtosis_finds_independent_components(kind):
-    source = np.random.default_rng(1)
-    signals = SOURCES[kind](source, 5000)
-    signals = (signals - signals.mean(0)) / signals.std(0)
-    mixed = signals @ source.normal(size=(6, 6))
-    _, values, axes = np.linalg.svd(mixed, full_matrices=False)
-    whitening = axes.T / values * len(mixed) ** 0.5
-    white = mixed @ whitening
-    truth = signals.T @ white / len(white)
-    truth /= np.linalg.norm(truth, axis=1, keepdims=True)
-
-    def closeness(directions):
-        return np.abs(directions @ truth.T).max(0).mean()
-
-    ours = closeness(kurtosis_units(white))
-    assert ours >= 0.995
-    reference = FastICA(fun="cube", whiten=False, random_state=0, max_iter=1000).fit(white).components_
-    assert ours >= closeness(reference) - 0.003

@@ -82,6 +82,9 @@ def test_exact_below_auto_is_the_crossover_of_the_device():
     assert thresholds[2:] == [100 * bidirectional * Family.windowed["cpu"], 100 * causal]
     assert config.exact_threshold("mps", False) == config.exact_threshold("cuda", False)
     assert favor.FavorConfig(exact_below=7).exact_threshold("cuda", True) == 7
+    for features in (None, "landmark"):
+        named = favor.FavorConfig(features=features)
+        assert [named.selected("landmark", is_causal) for is_causal in (False, True)] == [768, 1024]
     both = (config.exact_threshold("cpu", causal, "landmark") for causal in (False, True))
     assert tuple(both) == Landmarks.crossover_keys["cpu"]  # whatever the number of means
 
@@ -211,8 +214,9 @@ def test_a_module_has_one_object_of_ours_and_its_copies_share_no_counts():
     assert redraw_epoch(module, 1) == 2
 
 
-# With a window and without, and landmarks in both modes; weights of features: adapt/test_feature_weights.py.
+# With a window and without, with weights of features, and landmarks in both modes.
 COMPILED = [
+    ("favor#", {"feature_weights": True, "refine_steps": 0}, "inference"),
     ("favor#", {"window": 7}, "training"),
     ("favor_elu", {}, "training"),
     ("landmark", {"selected_keys": 6}, "training"),
@@ -224,7 +228,10 @@ COMPILED = [
 @pytest.mark.filterwarnings("default")  # tracing runs code of torch and transformers that warns
 @pytest.mark.parametrize(("backend", "options", "mode"), COMPILED)
 def test_models_compile_without_graph_breaks(backend, options, mode):
-    model = BERT.build(backend, num_features=16, exact_below=0, **options).train(mode == "training")
+    if "feature_weights" in options:
+        model = favor.calibrate(BERT.build("sdpa"), [tokens(True)], num_features=16, exact_below=0, **options)
+    else:
+        model = BERT.build(backend, num_features=16, exact_below=0, **options).train(mode == "training")
     model.encoder.layer = model.encoder.layer[:1]  # the next test compiles several
     without_dropout(model)  # compiled code draws other random numbers
     torch._dynamo.reset()

@@ -1,7 +1,5 @@
 """Generation with a state of fixed size, or with selected keys, gives what a cache of keys and values gives."""
 
-from functools import partial
-
 import pytest
 import torch
 import transformers as hf
@@ -200,13 +198,12 @@ def test_layers_without_a_state_of_their_own_are_refused(build, error, message):
 @pytest.mark.parametrize("forgotten", [1, 70, 300, 600])
 def test_forgotten_tokens_leave_nothing_behind(forgotten):
     """In sections of 256 tokens: what follows is what follows in a cache that never saw them."""
-    model, ids = make_selecting(selected_keys=64), prompt(1000)["input_ids"]
-    caches, founds = [favor.FavorCache(model.config) for _ in range(2)], []
+    model, ids, founds = make_selecting(selected_keys=64), prompt(1000)["input_ids"], []
     with torch.no_grad():
-        model(ids[:, :640], past_key_values=caches[0])
-        caches[0].crop(-forgotten)
-        model(ids[:, : 640 - forgotten], past_key_values=caches[1])
-        for cache in caches:
+        for seen in (640, 640 - forgotten):
+            cache = favor.FavorCache(model.config)
+            model(ids[:, :seen], past_key_values=cache)
+            cache.crop(640 - forgotten)
             pieces = ids[:, 640:].split([1, 7, 300, 1, 1, 50], 1)
             founds.append(torch.cat([model(piece, past_key_values=cache).logits for piece in pieces], 1))
     close(*founds)
@@ -248,15 +245,3 @@ def test_assisted_generation(name, how):
         options["prompt_lookup_num_tokens"] = 4
     found = model.generate(**inputs, **options, past_key_values=favor.FavorCache(model.config))
     assert torch.equal(found, expected)
-
-
-def test_the_number_of_selected_keys_is_that_of_the_kind_of_layer():
-    """Under each name of the backend and in direct calls."""
-    for config in (favor.FavorConfig(), favor.FavorConfig(features="landmark")):
-        assert [config.selected("landmark", is_causal) for is_causal in (False, True)] == [768, 1024]
-    assert favor.FavorConfig(selected_keys=8).selected("landmark", True) == 8
-    tensors = torch.randn(3, 1, 2, 1200, 8, generator=torch.Generator().manual_seed(0))
-    for is_causal, number in ((False, 768), (True, 1024)):
-        call = partial(favor.favor_attention, *tensors, features="landmark", num_features=50, is_causal=is_causal)
-        assert torch.equal(call(), call(selected_keys=number))
-        assert not torch.equal(call(), call(selected_keys=number - 256))

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import BertConfig, BertModel
+from architectures import BERT
 
 import favor
 
@@ -21,22 +21,20 @@ def files_crossed(model, **inputs):
             files.add(frame.f_code.co_filename)
 
     before = sys.getprofile()
-    with torch.no_grad():
-        sys.setprofile(profile)
-        try:
-            model(**inputs)
-        finally:
-            sys.setprofile(before)
+    sys.setprofile(profile)
+    try:
+        model(**inputs)
+    finally:
+        sys.setprofile(before)
     return sorted(str(Path(file).relative_to(folder)) for file in files if Path(file).is_relative_to(folder))
 
 
+@torch.no_grad()
 @pytest.mark.parametrize(("window", "most"), [(0, 12), (32, 15)], ids=["plain", "window"])
 def test_one_forward_pass_stays_in_few_files(window, most):
-    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 16}
-    model = BertModel(BertConfig(**sizes, vocab_size=50)).eval()
-    favor.configure(model, "favor+", num_features=64, exact_below=0, window=window)
-    mask = torch.ones(2, 200, dtype=torch.long)
-    mask[1, 150:] = 0
+    model = BERT.build("favor+", num_features=64, exact_below=0, window=window)
+    mask = torch.ones(2, 60, dtype=torch.long)
+    mask[1, 40:] = 0
     files_crossed(model, input_ids=torch.ones_like(mask), attention_mask=mask)  # reads options, draws directions
     files = files_crossed(model, input_ids=torch.ones_like(mask), attention_mask=mask)
     assert "integrations/backend.py" in files

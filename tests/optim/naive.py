@@ -16,6 +16,21 @@ def as_array(tensor):
     return tensor.double().numpy()
 
 
+def log_sum(values):
+    return np.logaddexp.reduce(values, axis=-1)
+
+
+def check_above(bound, theta, features, log_h=0.0):
+    """Where features are `[..., n, D]`: the bound at `theta` is above the sum of log-partition functions elsewhere."""
+    source = np.random.default_rng(0)
+    matrix = bound.curvature if torch.is_tensor(bound.curvature) else bound.curvature.dense()
+    for size in (1e-3, 1e-2, 1e-1, 1.0, 10.0, 100.0):
+        step = size * source.normal(size=len(theta))
+        terms = [float(bound.log_z), step @ bound.mean.numpy(), step @ matrix.numpy() @ step / 2]
+        exact = log_sum(features @ (theta + step) + log_h).sum()
+        assert exact - sum(terms) <= 1e-12 * (1 + abs(exact) + sum(map(abs, terms)))
+
+
 def clamped(logits):
     """Logits `[..., n]` with those 60 below the largest raised to that."""
     return np.maximum(logits, logits.max(-1, keepdims=True) - 60.0)
@@ -66,22 +81,6 @@ def layer_curvature(logits, x, order="none"):
     rows = relative(logits)
     labels = sequence(rows, order)
     return algorithm(rows[labels], np.kron(np.eye(len(rows)), as_array(x)[None])[labels])[2]
-
-
-def long_matvec(logits, v, order):
-    """B v in O(n) for logits within a few units of each other, from sums of their exponentials."""
-    a = as_array(logits)
-    labels = sequence(a, order)
-    alpha = np.exp(a - a.max())[labels]
-    before = np.cumsum(alpha)[:-1]
-    ordered = v[labels]
-    ratio = np.log(alpha[1:] / before)
-    beta = np.where(ratio == 0, 0.25, np.tanh(ratio / 2) / np.where(ratio == 0, 1.0, 2 * ratio))
-    force = np.append(0.0, beta * (ordered[1:] - np.cumsum(alpha * ordered)[:-1] / before))
-    later = np.append(np.cumsum((force[1:] / before)[::-1])[::-1], 0.0)
-    result = np.empty_like(v)
-    result[labels] = force - alpha * later
-    return result
 
 
 def solve(matrix, scale, damping, rhs):

@@ -1,58 +1,47 @@
-"""Heads: precision, groups, vocabularies, and what the optimizers refuse."""
+"""Heads: precision, groups, vocabularies; the inputs that the loss depends on, and no others; what is refused."""
 
 import copy
+import gc
+import io
 import pickle
-import warnings
 
-import numpy as np
 import pytest
 import torch
-from problem import DECAY, after_step, backward, data, gradient, joined, make_head, start, whole
+from problem import DECAY, after_step, backward, data, joined, make_head, start, whole
 from torch.nn.functional import cross_entropy
+from torch.utils.checkpoint import checkpoint
 from transformers import BertConfig, BertForMaskedLM, GPT2Config, GPT2LMHeadModel
 
-from favor.optim import BBM, LSPFB, SBM, SPFB, ProxBoundSGD, SoftmaxBound
+from favor.optim import BBM, LSPFB, SBM, SPFB, ProxBoundSGD, SoftmaxBound, exact_step_
 
-
-@pytest.mark.parametrize("copier", [copy.copy, copy.deepcopy, pickle.dumps])
-def test_optimizers_are_not_copied(copier):
-    with pytest.raises(TypeError, match=r"cannot be copied or pickled: use state_dict"):
-        copier(SoftmaxBound(make_head()))
+X, Y = data()
+ROWS, LABELS = X[:20], Y[:20]
 
 
 def test_a_step_under_autocast_is_computed_in_full():
     head, plain = make_head(dtype=torch.float32), make_head(dtype=torch.float32)
-    x, y = (part[:20] for part in data())
     one, two = SoftmaxBound(head), SoftmaxBound(plain)
     for optimizer, layer in ((one, head), (two, plain)):
-        backward(layer, x.float(), y)
+        backward(layer, ROWS, LABELS)
         with torch.autocast("cpu", torch.bfloat16, enabled=optimizer is one):
             optimizer.step()
     assert torch.equal(head.weight, plain.weight)
 
 
 def test_curvature_can_change_on_the_way():
-    x, y = data()
     head = make_head()
     optimizer = SoftmaxBound(head, weight_decay=DECAY, curvature="diag")
     for curvature in ("diag", "geometric", "bohning", "block"):
         optimizer.param_groups[0]["curvature"] = curvature
         with torch.no_grad():
             head.weight.copy_(start())
-        backward(head, x[:20], y[:20])
+        backward(head, ROWS, LABELS)
         optimizer.step()
         optimizer.zero_grad()
         torch.testing.assert_close(joined(head), after_step(whole, curvature=curvature))
 
 
-def test_without_a_gradient_nothing_happens():
-    head = make_head()
-    SoftmaxBound(head).step()
-    assert torch.equal(joined(head), start())
-
-
 def test_groups_have_their_own_options_and_schedulers_reach_them():
-    x, y = data()
     heads = make_head(), make_head()
     optimizer = SoftmaxBound([{"head": heads[0]}, {"head": heads[1], "lr": 0.5}], weight_decay=DECAY)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.1**step)
@@ -61,7 +50,7 @@ def test_groups_have_their_own_options_and_schedulers_reach_them():
         for head in heads:
             with torch.no_grad():
                 head.weight.copy_(start())
-            backward(head, x[:20], y[:20])
+            backward(head, ROWS, LABELS)
         optimizer.step()
         optimizer.zero_grad()
         scheduler.step()
@@ -71,10 +60,9 @@ def test_groups_have_their_own_options_and_schedulers_reach_them():
 
 
 def test_half_precision_weights_have_curvature_in_float32():
-    x, y = data()
     head = make_head(dtype=torch.bfloat16)
     optimizer = SoftmaxBound(head, weight_decay=DECAY)
-    cross_entropy(head(x[:20].bfloat16()).float(), y[:20]).backward()
+    cross_entropy(head(ROWS.bfloat16()).float(), LABELS).backward()
     optimizer.step()
     torch.testing.assert_close(joined(head), after_step(whole), rtol=0.05, atol=0.01)
     state = optimizer.state[head.weight]
@@ -102,44 +90,6 @@ def test_a_vocabulary_of_thirty_thousand(curvature):
     assert sum(value.numel() for value in state) <= 30_000 + 17 * 17
 
 
-def geometric_step(weight, variance, moment, gradient, damping, rows):
-    """A step of "geometric" with lr 1 and no weight decay from averages of p (1 - p) `[n]` and x x' `[d, d]`."""
-    k = np.kron(np.diag(np.sqrt(variance)), moment)
-    delta = damping * np.trace(k) / len(k)
-    system = k + delta * np.eye(len(k))
-    degrees = np.trace(np.linalg.solve(system, k)) / len(variance)
-    return weight - np.linalg.solve(system, gradient.ravel()).reshape(weight.shape) * rows / (rows + 3 * (degrees + 1))
-
-
-def statistics(weight, x):
-    """Mean of p (1 - p) `[n]` and of x x' `[d, d]`."""
-    p = np.exp(x @ weight.T)
-    p /= p.sum(1, keepdims=True)
-    return (p * (1 - p)).mean(0), x.T @ x / len(x)
-
-
-@pytest.mark.parametrize("max_rows", [64, 4])
-def test_geometric_averages_over_steps_and_takes_the_root_then(max_rows):
-    """Three steps against the formula written out; rows are left out for the logits, not for the inputs' moment."""
-    x, y = data()
-    head, weight = make_head(), start().numpy()
-    optimizer = SoftmaxBound(head, curvature="geometric", damping=0.2, curvature_ema=0.6, max_rows=max_rows)
-    parts, shares = [], []
-    for step in range(3):
-        rows = slice(20 * step, 20 * step + 20)
-        kept = np.linspace(0, 19, max_rows).astype(int) if max_rows < 20 else np.arange(20)
-        variance, _ = statistics(weight, x[rows].numpy()[kept])
-        _, moment = statistics(weight, x[rows].numpy())
-        parts, shares = [*parts, (variance, moment)], [0.6 * share for share in shares] + [0.4]
-        variance, moment = (np.average([part[i] for part in parts], axis=0, weights=shares) for i in (0, 1))
-        expected = gradient(torch.from_numpy(weight), x[rows], y[rows]).numpy()
-        weight = geometric_step(weight, variance, moment, expected, 0.2, 20)
-        optimizer.zero_grad()
-        backward(head, x[rows], y[rows])
-        optimizer.step()
-        np.testing.assert_allclose(joined(head), weight, rtol=1e-9, atol=1e-9)
-
-
 def test_tied_embeddings_are_refused():
     sizes = {"vocab_size": 40, "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
     model = BertForMaskedLM(BertConfig(**sizes, intermediate_size=8))
@@ -150,9 +100,36 @@ def test_tied_embeddings_are_refused():
         SoftmaxBound(decoder.lm_head)
 
 
+def steps_of_two_rows(head):
+    optimizer = ProxBoundSGD(head)
+    backward(head, X[:2], Y[:2])
+    optimizer.step()
+
+
+def step_of_unseen_inputs(head):
+    optimizer = SoftmaxBound(head)
+    cross_entropy(X @ head.weight.T, Y).backward()
+    optimizer.step()
+
+
+Z, COPIED = torch.zeros, r"cannot be copied or pickled: use state_dict"
+
+
 @pytest.mark.parametrize(
     ("make", "error", "message"),
     [
+        *((lambda h, c=c: c(SoftmaxBound(h)), TypeError, COPIED) for c in (copy.copy, copy.deepcopy, pickle.dumps)),
+        (steps_of_two_rows, ValueError, "takes one example per step on one process, got 2"),
+        (step_of_unseen_inputs, RuntimeError, r"none of its inputs were seen.*set_batch"),
+        (lambda h: SoftmaxBound(h).set_batch(Z(3, 5)), ValueError, r"x must be \[..., 4\]"),
+        (lambda h: SoftmaxBound(h).set_batch(Z(())), ValueError, r"x must be \[..., 4\]"),
+        (lambda h: SoftmaxBound(h).set_batch(Z(3, 4), Z(2)), ValueError, r"weight \[...\], got \(3, 4\) and \(2,\)"),
+        (lambda h: SoftmaxBound(h).set_batch(Z(3, 4), Z(3) - 1), ValueError, "weight must not be negative"),
+        (lambda h: SoftmaxBound([{"head": h}, {"head": make_head()}]).set_batch(Z(1, 4)), ValueError, "one of the 2"),
+        *(
+            (lambda h, o=o: exact_step_(start(), Z(4).double(), 0, **o), ValueError, "damping must be positive, lr and")
+            for o in ({"damping": 0.0}, {"damping": -0.01}, {"damping": float("nan")}, {"damping": 1, "lr": -1})
+        ),
         (lambda h: SoftmaxBound(h.parameters()), TypeError, "takes an nn.Linear as head"),
         (lambda h: SoftmaxBound([h]), TypeError, "or dicts"),
         (lambda h: SoftmaxBound(h, lr=float("nan")), ValueError, "lr must be"),
@@ -184,55 +161,109 @@ def test_refusals_name_what_is_wrong(make, error, message):
         make(make_head())
 
 
-def test_prox_takes_one_example():
-    head = make_head()
-    optimizer = ProxBoundSGD(head)
-    x, y = data()
-    backward(head, x[:2], y[:2])
-    with pytest.raises(ValueError, match="takes one example per step on one process, got 2"):
-        optimizer.step()
+def halves(_, head):
+    for rows in (slice(10), slice(10, 20)):
+        (cross_entropy(head(X[rows]), Y[rows]) / 2).backward()
+
+
+def ignored(_, head):
+    """As in a masked-LM batch: the body below the head is trained, and most targets are ignored."""
+    rows = torch.cat((X[20:60], ROWS)).reshape(12, 5, -1).requires_grad_()
+    cross_entropy(head(rows).flatten(0, 1), torch.cat((torch.full((40,), -100), LABELS))).backward()
+
+
+def late(optimizer, head):
+    """Forward passes that are never differentiated: before `zero_grad`, without gradients, and after the last."""
+    head(1e6 * X)
+    optimizer.zero_grad()
+    with torch.no_grad():
+        head(1e6 * X)
+    loss = cross_entropy(head(ROWS), LABELS)
+    optimizer.zero_grad()
+    loss.backward()
+    head(1e3 * X)
+
+
+def checkpointed(_, head):
+    """A pass that is repeated."""
+    rows, targets = X.clone().requires_grad_(), torch.cat((LABELS, torch.full((40,), -100)))
+    checkpoint(lambda r: cross_entropy(head(r), targets), rows, use_reentrant=False).backward()
+
+
+def copied(_, head):
+    """Copies of the model, which are trained with other inputs."""
+    stream = io.BytesIO()
+    torch.save(head, stream)
+    stream.seek(0)
+    for other in (copy.deepcopy(head), torch.load(stream, weights_only=False)):
+        backward(other, 1e3 * X, Y)
+    whole(_, head)
+
+
+def by_keyword(_, head):
+    cross_entropy(head(input=ROWS.clone().requires_grad_()), LABELS).backward()
+
+
+def single(_, head):
+    """One input without a batch."""
+    cross_entropy(head(X[0]), Y[0]).backward()
+
+
+def fused(optimizer, head):
+    """As a loss that never calls the head."""
+    cross_entropy(ROWS @ head.weight.T, LABELS).backward()
+    weight = torch.cat((torch.full((20,), 1 / 20, dtype=torch.float64), torch.zeros(40)))
+    optimizer.set_batch(X.reshape(6, 10, -1), weight.reshape(6, 10))
+
+
+def by_hand(optimizer, head):
+    """In parts, without capture."""
+    whole(optimizer, head)
+    for rows in (X[:5], X[5:20]):
+        optimizer.set_batch(rows, torch.full((len(rows),), 1 / 20, dtype=torch.float64))
 
 
 @pytest.mark.parametrize(
-    ("x", "weight", "message"),
+    ("prepare", "curvature"),
     [
-        (torch.zeros(3, 5), None, r"x must be \[..., 4\]"),
-        (torch.zeros(3, 4), torch.zeros(2), r"weight \[...\], got \(3, 4\) and \(2,\)"),
-        (torch.zeros(()), None, r"x must be \[..., 4\]"),
-        (torch.zeros(3, 4), -torch.ones(3), "weight must not be negative"),
+        *((prepare, own) for prepare in (halves, ignored) for own in ("bohning", "diag", "block", "kfac", "exact")),
+        *((prepare, "bohning") for prepare in (late, checkpointed, copied, by_keyword, by_hand, single, fused)),
+        (fused, "exact"),
     ],
 )
-def test_set_batch_checks_shapes(x, weight, message):
-    with pytest.raises(ValueError, match=message):
-        SoftmaxBound(make_head()).set_batch(x, weight)
+def test_the_inputs_are_those_of_one_batch(prepare, curvature):
+    options = {"curvature": curvature, "capture": prepare is not by_hand}
+    rows = 1 if prepare is single else 20
+    expected = after_step(lambda _, head: backward(head, X[:rows], Y[:rows]), curvature=curvature)
+    torch.testing.assert_close(after_step(prepare, **options), expected, rtol=1e-10, atol=1e-12)
 
 
-def test_set_batch_needs_a_head_among_several():
-    heads = make_head(), make_head()
-    optimizer = SoftmaxBound([{"head": head} for head in heads])
-    with pytest.raises(ValueError, match="head must be one of the 2"):
-        optimizer.set_batch(torch.zeros(1, 4))
-
-
-def test_inputs_that_are_not_finite_skip_the_step():
+def test_nothing_stays_on_the_head_of_an_optimizer_that_is_gone():
     head = make_head()
+    optimizer = SoftmaxBound(head, capture=False)
+    assert not head._forward_hooks
     optimizer = SoftmaxBound(head)
-    x, y = data()
-    backward(head, x[:20], y[:20])
-    bad = x[:20].clone()
-    bad[3, 1] = torch.nan
-    optimizer.set_batch(bad)
-    with pytest.warns(RuntimeWarning, match="skipped a step"):
-        optimizer.step()
+    assert len(head._forward_hooks) == 1
+    del optimizer
+    gc.collect()
+    assert not head._forward_hooks
+
+
+def no_targets(head):
+    cross_entropy(head(ROWS.clone().requires_grad_()), torch.full((20,), -100), reduction="sum").backward()
+
+
+@pytest.mark.parametrize(
+    ("prepare", "curvature", "decay"),
+    [
+        (lambda head: None, "bohning", DECAY),
+        (no_targets, "bohning", DECAY),
+        *((lambda h: backward(h, 0 * ROWS, LABELS), own, 0.0) for own in ("bohning", "diag", "block", "kfac", "exact")),
+    ],
+)
+def test_nothing_happens_without_gradients_targets_or_inputs_that_are_not_zero(prepare, curvature, decay):
+    head = make_head()
+    optimizer = SoftmaxBound(head, weight_decay=decay, curvature=curvature)
+    prepare(head)
+    optimizer.step()
     assert torch.equal(joined(head), start())
-    # The next step is as if the bad one had not been.
-    optimizer.zero_grad()
-    backward(head, x[:20], y[:20])
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        optimizer.step()
-    reference = make_head()
-    other = SoftmaxBound(reference)
-    backward(reference, x[:20], y[:20])
-    other.step()
-    assert torch.equal(joined(head), joined(reference))

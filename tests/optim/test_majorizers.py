@@ -53,23 +53,17 @@ def smallest(matrix):
     return np.linalg.eigvalsh(matrix)[0]
 
 
-@pytest.mark.parametrize("name", CERTIFIED)
-def test_above_the_curvature_on_random_batches(name):
-    for number in range(60):
-        logits, x, weights = case(number)
-        found = dense(MAJORIZERS[name](logits, x, weights), logits.shape[1]).numpy()
-        expected = batch_curvature(logits, x, weights)
-        assert smallest(found - expected) >= -1e-10 * max(1.0, np.abs(expected).max()), number
-
-
-def loss(weight, x, targets, weights):
-    terms = (x @ weight.T).logsumexp(-1) - (x @ weight.T).gather(1, targets[:, None]).squeeze(1)
-    return float(weights @ terms)
-
-
-def gradient_of(weight, x, targets, weights):
-    residual = (x @ weight.T).softmax(-1) - torch.eye(len(weight), dtype=torch.float64)[targets]
-    return (residual * weights[:, None]).T @ x
+@pytest.mark.parametrize("name", EVERY)
+def test_above_the_curvature_and_finite(name):
+    """On random batches, inputs of zero and labels that are hidden."""
+    hidden = randn(4, 3)
+    hidden[:, 0] = -torch.inf
+    degenerate = [(own, x, even(x)) for own, x in ((hidden, randn(4, 2)), (randn(4, 3), 0 * randn(4, 2)))]
+    for number, (logits, x, weights) in enumerate([*map(case, range(60)), *degenerate]):
+        k, expected = MAJORIZERS[name](logits, x, weights), batch_curvature(logits, x, weights)
+        assert k.solve(randn(logits.shape[1], x.shape[1]), 0.1).isfinite().all()
+        gap = smallest(dense(k, logits.shape[1]).numpy() - expected)
+        assert name not in CERTIFIED or gap >= -1e-10 * max(1.0, np.abs(expected).max()), number
 
 
 @pytest.mark.parametrize(*pairs(name=EVERY, n=(1, 2, 7), damping=(1e-3, 1.0)))
@@ -117,19 +111,6 @@ def test_equals_its_formula():
     assert np.trace(dense(block, 5)) == pytest.approx(2 * np.trace(batch_curvature(logits, x, weights)))
 
 
-def test_geometric_is_between_two_bounds_and_is_none():
-    """Never below the local bound 2 p (1 - p) nor above the global 1/2; a full-batch step of length 1 goes uphill."""
-    for seed in range(5):
-        logits = 4 * randn(20, 5, seed=seed)
-        p, found = logits.softmax(-1), geometric(logits, randn(20, 3), even(logits)).left
-        assert (found >= 2 * (p * (1 - p)).mean(0) - 1e-12).all()
-        assert (found <= 0.5 + 1e-12).all()
-    x, targets, weight = torch.ones(2, 1, dtype=torch.float64), torch.tensor([0, 1]), torch.zeros(2, 1).double()
-    weight[1], half = -7.0, torch.full((2,), 0.5, dtype=torch.float64)
-    step = geometric(x @ weight.T, x, half).solve(gradient_of(weight, x, targets, half), 0.0)
-    assert loss(weight - step, x, targets, half) > 2 * loss(weight, x, targets, half)
-
-
 @pytest.mark.parametrize("name", ["geometric", "diag", "kfac"])
 @pytest.mark.parametrize("rows", [0, 4, 6])
 def test_parts_of_a_batch_average_to_the_whole(name, rows, monkeypatch):
@@ -144,23 +125,6 @@ def test_parts_of_a_batch_average_to_the_whole(name, rows, monkeypatch):
     expected = dense(function(logits, x, w / 2), 5)
     assert not sent
     torch.testing.assert_close(dense(found, 5), expected, rtol=1e-12, atol=1e-14)
-
-
-@pytest.mark.parametrize("name", EVERY)
-def test_degenerate_batches(name):
-    """One row, inputs of zero, labels that are hidden, logits all equal: finite, and still above."""
-    hidden = randn(4, 3)
-    hidden[:, 0] = -torch.inf
-    for logits, x in [
-        (randn(1, 3), randn(1, 2)),
-        (randn(4, 3), torch.zeros(4, 2, dtype=torch.float64)),
-        (hidden, randn(4, 2)),
-        (torch.zeros(4, 3, dtype=torch.float64), randn(4, 2)),
-    ]:
-        k = MAJORIZERS[name](logits, x, even(x))
-        assert k.solve(randn(3, 2), 0.1).isfinite().all()
-        if name in CERTIFIED:
-            assert smallest(dense(k, 3).numpy() - batch_curvature(logits, x)) >= -1e-12
 
 
 @pytest.mark.parametrize(*pairs(order=("ascending", "descending", "none"), whole=(True, False)))

@@ -94,8 +94,13 @@ def convert(
         if dataloader is None:
             raise ValueError('layers="auto" and statistics="calibrated" need data: pass a dataloader.')
         name, arguments = feature_family(attn_implementation, config, options)
-        _check_automatic(model, layers, name, config)
-        if layers == "auto" and REGISTRY[name].selects_keys:
+        selects = layers == "auto" and REGISTRY[name].selects_keys
+        if not selects and not REGISTRY[name].takes_parameters:
+            raise ValueError(f'layers="auto" needs positive features or landmarks, and {name} has neither; use "all".')
+        causal = any(map(decodes_or_is_causal, model.modules()))
+        if layers == "auto" and not selects and config.statistics == "batch" and causal:
+            raise ValueError('layers="auto" of a decoder needs statistics="calibrated": causal layers fit none.')
+        if selects:
             measured = LayerErrors(get(name), config, [option for option, own in options.items() if own is not None])
             observe_batches(model, dataloader, (measured,), max_batches)
             entries = measured.choices(flop_budget, length)
@@ -108,16 +113,6 @@ def convert(
     configure(model, attn_implementation, **options)
     update_choices(model, entries)
     return model
-
-
-def _check_automatic(model: PreTrainedModel, layers: str, name: str, config: FavorConfig) -> None:
-    """Raises a ValueError if nothing says which layers a family estimates well."""
-    if layers == "auto" and REGISTRY[name].selects_keys:
-        return
-    if not REGISTRY[name].takes_parameters:
-        raise ValueError(f'layers="auto" needs positive features or landmarks, and {name} has neither; use "all".')
-    if layers == "auto" and config.statistics == "batch" and any(map(decodes_or_is_causal, model.modules())):
-        raise ValueError('layers="auto" of a decoder needs statistics="calibrated": causal layers fit none.')
 
 
 @dataclass
@@ -156,10 +151,8 @@ class Costs:
 def allocate(rho: Mapping[int, Tensor], costs: Costs, budget: float) -> dict[int, dict[str, Any]]:
     """Chooses the heads that stay exact, and wider windows: an entry of `config.favor_layers` for every layer.
 
-    Args:
-        rho: diagnostic of every layer and key head, `[Hk]`.
-        costs: of both kinds of attention.
-        budget: fraction of the operations of exact attention in all heads.
+    By the diagnostic rho of every layer and key head, `[Hk]`; the budget is a fraction of the operations of exact
+    attention in all heads.
     """
     whole = sum(costs.exact(layer) * len(own) for layer, own in rho.items())
     limit, spent = budget * whole, sum(costs.linear(layer, costs.window) * len(own) for layer, own in rho.items())
@@ -252,9 +245,8 @@ class LayerErrors:
     def choices(self, budget: float, length: int | None) -> dict[int, dict[str, Any]]:
         """Chooses a setting for each layer: an entry of `config.favor_layers` for every layer.
 
-        Args:
-            budget: fraction of the operations of exact attention in all layers.
-            length: tokens at which operations are counted; None for those of the longest sequence.
+        The budget is a fraction of the operations of exact attention in all layers, counted at a length; None for that
+        of the longest sequence.
         """
         means, dims = self.means(), {layer: shape.head_dim for layer, shape in self.shapes.items()}
         costs = Costs(length or self.longest, 0, 0, dims, self.family.operations)

@@ -68,11 +68,6 @@ class Sample:
         x, y = ((seen.scale**0.5 * part.float()).cpu() for part in (x, y))
         return cls(x, y, places, window if seen.is_self_attention else 0, seen.is_causal)
 
-    def of_heads(self, heads: Sequence[int], device: torch.device | str) -> Sample:
-        """Takes some key heads of the sample, on a device."""
-        x, y = (part[list(heads)].to(device) for part in (self.x, self.y))
-        return replace(self, x=x, y=y, places=self.places.to(device))
-
     @property
     def visible(self) -> Tensor | None:
         """Boolean `[R, S]`: which keys a query sees; None for all."""
@@ -156,15 +151,10 @@ def fit_weights(
     exact_heads: Sequence[int] = (),
     device: torch.device | str = "cpu",
 ) -> Parameters:
-    """Fits the parameters of a layer with weights, `[Hk, d, d]` and `[Hk, M]`.
+    """Fits the parameters of a layer, given without weights, with weights: `[Hk, d, d]` and `[Hk, M]`.
 
-    Args:
-        features, parameters: the family, and its parameters without weights.
-        samples: at least one.
-        config, layer: give the number, seed and kind of the directions.
-        steps: gradient steps on G, L and b; 0 learns the weights alone.
-        exact_heads: key heads that stay exact, which need no weights.
-        device: to compute on.
+    There is at least one sample. Config and layer give the number, seed and kind of the directions; `steps` are
+    gradient steps on G, L and b, and 0 learns the weights alone. Key heads that stay exact need no weights.
     """
     heads, _, head_dim = samples[0].y.shape
     if all(sample.window >= sample.y.shape[1] for sample in samples):
@@ -177,7 +167,7 @@ def fit_weights(
     linear = [head for head in range(heads) if head not in exact_heads]
     if not linear:
         return whole
-    own = [sample.of_heads(linear, device) for sample in samples]
+    own = [replace(s, x=s.x[linear].to(device), y=s.y[linear].to(device), places=s.places.to(device)) for s in samples]
     found = LayerFit(features, whole.heads(linear).to(own[0].y), own, config, layer).fit(steps).to(eye)
     places = torch.tensor(linear)
     for name in ("transform", "inverse", "factor", "shift", "log_weights"):
@@ -223,7 +213,8 @@ class LayerFit:
 
     def weighted(self, parameters: Parameters, iterations: int) -> Parameters:
         """Improves the weights of parameters by a number of iterations of the mixture."""
-        top = self._top(parameters)
+        keys = [self.features.log_phi(s.y, self.omega, parameters, "key").amax(-2, keepdim=True) for s in self.samples]
+        top = torch.stack(keys).amax(0)  # of all sequences, [Hk, 1, M]
         estimates = [self._estimate(sample, parameters, top) for sample in self.samples]
         # Rows are divided once by their sums under the present weights.
         scaled = []
@@ -295,13 +286,9 @@ class LayerFit:
             best, least = _better(found, self.divergence(found), best, least)
         return best
 
-    def _top(self, parameters: Parameters) -> Tensor:
-        """Gives the largest log-feature of the keys of all sequences, `[Hk, 1, M]`."""
-        keys = [self.features.log_phi(s.y, self.omega, parameters, "key").amax(-2, keepdim=True) for s in self.samples]
-        return torch.stack(keys).amax(0)
-
     def _estimate(self, sample: Sample, parameters: Parameters, top: Tensor | None = None) -> _Estimate:
-        query = self._log_queries(sample.x, parameters) - math.log(self.omega.shape[-2])
+        query = self.features.log_phi(sample.x.flatten(1, 2), self.omega, parameters, "query")
+        query = query.unflatten(1, sample.x.shape[1:3]) - math.log(self.omega.shape[-2])  # [Hk, G, R, M]
         key = self.features.log_phi(sample.y, self.omega, parameters, "key")
         top = key.detach().amax(-2, keepdim=True) if top is None else top
         query = query + top.unsqueeze(1)
@@ -312,10 +299,6 @@ class LayerFit:
             far, near = ~near if far is None else far & ~near, (logits - largest).exp()
         far = None if far is None else far.to(query)
         return _Estimate((query - largest).exp(), (key - top).exp().unsqueeze(1), far, near)
-
-    def _log_queries(self, x: Tensor, parameters: Parameters) -> Tensor:
-        """Computes the log-features of the queries, `[Hk, G, R, M]`."""
-        return self.features.log_phi(x.flatten(1, 2), self.omega, parameters, "query").unflatten(1, x.shape[1:3])
 
     def _divergence(self, sample: Sample, target: Tensor, parameters: Parameters) -> Tensor:
         """Computes the sum over queries of KL(softmax row || estimated row), `[Hk]`."""

@@ -71,11 +71,9 @@ def relative_error(output: Tensor, seen: Observation, places: Tensor | None = No
 
 @contextmanager
 def observe(model: PreTrainedModel, callback: Callable[[Observation], None]) -> Iterator[None]:
-    """Runs a model with exact attention in every layer that FAVOR could replace, and reports each call of one.
+    """Runs a model with exact attention in every layer that FAVOR could replace.
 
-    Args:
-        model: any transformers model.
-        callback: called with an `Observation` in each attention layer, in the order of the forward pass.
+    The callback gets an `Observation` of each call of such a layer, in the order of the forward pass.
     """
     before = [(own, own._attn_implementation, getattr(own, "favor_parts", None)) for own in configs_of(model)]
     number_new_layers(model)

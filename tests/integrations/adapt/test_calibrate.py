@@ -36,37 +36,26 @@ def batches():
 
 @pytest.mark.parametrize("make", [bert, llama])
 def test_statistics_are_those_of_all_real_tokens(make):
-    model, seen = make(), []
-    statistics = Statistics(features.get("cderf"))
-    observe_batches(model, batches(), (statistics,))
-    with torch.no_grad(), observe(model, seen.append):
-        for batch in batches():
-            model(**{name: tensor for name, tensor in batch.items() if name != "labels"})
+    statistics, seen = Statistics(features.get("cderf")), []
+    observe_batches(make(), batches(), (statistics, seen.append))
     assert len(statistics.layers) == 2
     for layer, (moments, weight) in statistics.layers.items():
-        own = [o for o in seen if o.layer == layer]
-        groups = own[0].query.shape[1] // own[0].key.shape[1]
+        x, y, scale = [], [], seen[0].scale
+        for o in (o for o in seen if o.layer == layer):
+            real = torch.ones(o.key.shape[0], o.key.shape[2], dtype=torch.bool) if o.padding is None else o.padding
+            y.append(o.key.transpose(0, 1)[:, real])
+            x.append(o.query.transpose(0, 1)[:, real].unflatten(0, (len(y[0]), -1)).flatten(1, 2))
         assert weight == 20 + 13 + 14 + 22
-        for head in range(own[0].key.shape[1]):
-            x, y = [], []
-            for o in own:
-                real = torch.ones(o.key.shape[0], o.key.shape[2], dtype=torch.bool) if o.padding is None else o.padding
-                for group in range(groups):
-                    x.append(o.query[:, head * groups + group][real])
-                y.append(o.key[:, head][real])
-            for parts, mean, cov in ((x, moments.mean_x, moments.cov_x), (y, moments.mean_y, moments.cov_y)):
-                samples = torch.cat(parts).double() * own[0].scale ** 0.5
-                torch.testing.assert_close(mean[head], samples.mean(0), rtol=1e-5, atol=1e-6)
-                torch.testing.assert_close(cov[head], samples.T.cov(correction=0), rtol=1e-5, atol=1e-6)
+        for parts, mean, cov in ((x, moments.mean_x, moments.cov_x), (y, moments.mean_y, moments.cov_y)):
+            samples = torch.cat(parts, 1).double() * scale**0.5
+            torch.testing.assert_close(mean, samples.mean(1), rtol=1e-5, atol=1e-6)
+            expected = torch.stack([own.T.cov(correction=0) for own in samples])
+            torch.testing.assert_close(cov, expected, rtol=1e-5, atol=1e-6)
 
 
 def test_causal_statistics_weigh_keys_by_causal_attention():
-    model, seen = llama(), []
-    family = features.get("wderf", num_queries=5)
-    statistics = Statistics(family)
-    observe_batches(model, [tokens(1, 12)], (statistics,))
-    with torch.no_grad(), observe(model, seen.append):
-        model(tokens(1, 12))
+    statistics, seen = Statistics(features.get("wderf", num_queries=5)), []
+    observe_batches(llama(), [tokens(1, 12)], (statistics, seen.append))
     places = [1, 3, 6, 8, 10]  # the middle of each fifth of 12 queries
     for o in seen:
         for head in range(2):
@@ -96,13 +85,11 @@ def test_the_future_does_not_change_the_past(window, learned):
 def test_calibrated_parameters_are_used(features):
     model = favor.calibrate(bert(), batches(), features=features, **OPTIONS)
     with torch.no_grad():
-        calibrated = model(tokens()).last_hidden_state
-        batch = favor.configure(model, statistics="batch")(tokens()).last_hidden_state
-    assert not torch.allclose(calibrated, batch, atol=1e-3)
-    again = favor.configure(model, statistics="calibrated")
-    torch.nn.init.eye_(again.encoder.layer[0].attention.self.favor_factor[0])
-    with torch.no_grad():
-        assert not torch.allclose(calibrated, again(tokens()).last_hidden_state, atol=1e-3)
+        calibrated = model(tokens())[0]
+        assert not torch.allclose(calibrated, favor.configure(model, statistics="batch")(tokens())[0], atol=1e-3)
+        torch.nn.init.eye_(model.encoder.layer[0].attention.self.favor_factor[0])
+        again = favor.configure(model, statistics="calibrated")(tokens())[0]
+    assert not torch.allclose(calibrated, again, atol=1e-3)
 
 
 def test_errors_say_what_is_missing():
@@ -136,15 +123,14 @@ def test_batches_of_other_kinds():
 
 
 def test_observing_is_exact_attention_and_leaves_no_trace():
-    model = favor.configure(bert(), "favor+", **OPTIONS)
-    seen = []
+    model, seen = favor.configure(bert(), "favor+", **OPTIONS), []
     with torch.no_grad():
-        before = model(tokens()).last_hidden_state
+        before = model(tokens())[0]
         with observe(model, seen.append):
-            found = model(tokens()).last_hidden_state
-        assert torch.equal(model(tokens()).last_hidden_state, before)
+            found = model(tokens())[0]
+        assert torch.equal(model(tokens())[0], before)
         model.set_attn_implementation("sdpa")
-        torch.testing.assert_close(found, model(tokens()).last_hidden_state)
+        torch.testing.assert_close(found, model(tokens())[0])
     assert [o.query.shape for o in seen] == [(3, 4, 20, 4)] * 2
     with pytest.raises(RuntimeError, match="stop"), observe(model, seen.append):
         raise RuntimeError("stop")
