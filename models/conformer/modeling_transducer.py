@@ -40,7 +40,7 @@ class LSTMPrediction(nn.Module):
     def forward(self, tokens: Tensor, state: State | None = None) -> tuple[Tensor, State]:
         """Outputs `[B, U, P]` after each token `[B, U]`, and the state, whose tensors are `[B, layers, P]`."""
         before = None if state is None else tuple(part.transpose(0, 1).contiguous() for part in state)
-        # Under autocast a CPU without instructions for bfloat16 has no LSTM; torch raises an error that does not say so.
+        # Under autocast a CPU without bfloat16 instructions has no LSTM, and the error of torch does not say so.
         with torch.autocast("cpu", enabled=False):
             out, after = self.lstm(self.dropout(self.embedding(tokens)), before)
         return out, tuple(part.transpose(0, 1) for part in after)
