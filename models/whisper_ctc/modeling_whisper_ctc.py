@@ -234,10 +234,11 @@ class WhisperForCTC(TranscribesCTC, WhisperPreTrainedModel):
         rows = []
         for features, length in zip(input_features, mask.sum(1).tolist(), strict=True):
             parts, total = [], self.subsampled_lengths(length)
-            for first in range(0, total, keep):
-                start, stop = max(0, first - beside), min(length, 2 * (first + keep + beside))
+            step = keep if length > 2 * most else max(1, total)
+            for first in range(0, total, step):
+                start, stop = max(0, first - beside), min(length, 2 * (first + step + beside))
                 logits = self(features[None, 2 * start : stop]).logits[0]
-                parts.append(logits[first - start : first - start + keep])
+                parts.append(logits[first - start : first - start + step])
             rows.append(torch.cat(parts))
         return pad_sequence(rows, True), lengths
 

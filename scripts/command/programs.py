@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 
 
@@ -33,9 +32,9 @@ class Folder:
 
 def figures() -> dict[str, Program | Folder]:
     """Finds the programs of `favor.eval.papers`; the first line of each is its line of help."""
-    home = Path(str(find_spec("favor").origin)).parent  # found, not imported
-    # In a checkout `eval` stands beside `favor`, in an installed package it is inside.
-    paths = [*home.glob("eval/papers/*.py"), *home.parent.glob("eval/papers/*.py")]
+    above = Path(__file__).resolve().parents
+    # In a checkout the folders stand at its root, in an installed package they are in `favor`.
+    paths = [*above[2].glob("eval/papers/*.py"), *above[1].glob("favor/eval/papers/*.py")]
     texts = {path.stem: path.read_text(encoding="utf-8") for path in sorted(paths)}
     return {
         name: Program(f"favor.eval.papers.{name}", text.partition('"""')[2].partition("\n")[0].removesuffix("."))

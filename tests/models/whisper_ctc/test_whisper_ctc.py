@@ -215,14 +215,14 @@ def test_text_with_times(saved):
 
 @torch.no_grad()
 def test_windows_of_long_recordings():
-    """By hand: window by window; short recordings are one pass; padding has no effect."""
-    model, (given, mask) = make(), features(531, 250)
+    """By hand: window by window; short recordings are one pass, also beside long ones; padding has no effect."""
+    model, (given, mask) = make(), features(531, 250, 190)
     found, lengths = model.window_logits(given, mask)
-    assert lengths.tolist() == [266, 125]
-    for row, (length, frames) in enumerate(((531, 266), (250, 125))):
-        for first in range(0, frames, 33):
-            start, end = max(0, first - 8), min(first + 33, frames)
-            window = given[row : row + 1, 2 * start : min(2 * (first + 41), length)]
+    assert lengths.tolist() == [266, 125, 95]
+    for row, (length, frames, step) in enumerate(((531, 266, 33), (250, 125, 33), (190, 95, 95))):
+        for first in range(0, frames, step):
+            start, end = max(0, first - 8), min(first + step, frames)
+            window = given[row : row + 1, 2 * start : min(2 * (first + step + 8), length)]
             expected = model(window).logits[0, first - start : end - start]
             torch.testing.assert_close(found[row, first:end], expected, rtol=1e-4, atol=1e-5)
     short, _ = model.window_logits(given[:, : 2 * POSITIONS])
