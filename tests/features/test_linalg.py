@@ -77,15 +77,6 @@ def test_gradients_pass_where_eigenvalues_are_equal():
     torch.testing.assert_close(matrix.grad, torch.full((4, 4), 0.5, dtype=torch.float64))
 
 
-@pytest.mark.parametrize(
-    ("family", "factorization"),
-    [("aderf", "cholesky"), ("cderf", "newton_schulz"), ("wderf", "newton_schulz"), ("sderf", "svd")],
-)
-def test_a_factorization_that_a_family_lacks_is_refused(family, factorization):
-    with pytest.raises(ValueError, match="factorization must be one of 'auto', 'eigh'"):
-        features.get(family, factorization=factorization)
-
-
 def test_the_option_reaches_the_backend():
     generator = torch.Generator().manual_seed(0)
     q, k, v = torch.randn(3, 1, 2, 20, 8, generator=generator).unbind(0)
