@@ -124,26 +124,6 @@ def test_what_is_forgotten_was_never_there(left, pieces):
 
 
 @pytest.mark.usefixtures("small")
-@pytest.mark.parametrize("hidden", [0, 3])
-def test_a_few_tokens_forgotten_again_and_again(hidden):
-    """As in assisted generation, where some of each draft are taken back; rows may have begun with padding."""
-    tensors, others = inputs(SHORT), inputs(SHORT, seed=5)
-    mask = torch.arange(SHORT) >= torch.tensor([[0], [hidden]])
-    whole = attend(*tensors, key_padding_mask=mask, **OPTIONS | {"selected_keys": 6})
-    state, now = favor.kernels.StreamState(), 0
-    for kept in pieces_of(SHORT, 5, 1, 9, 3, 1, 1):
-        draft = [
-            torch.cat([one[:, :, now : now + kept], other[:, :, :4]], 2)
-            for one, other in zip(tensors, others, strict=True)
-        ]
-        own = torch.cat([mask[:, now : now + kept], torch.ones(2, 4, dtype=torch.bool)], 1)
-        found = stream(state, draft, [kept + 4], own, selected_keys=6)[:, :, :kept]
-        torch.testing.assert_close(found, whole[:, :, now : now + kept], rtol=1e-9, atol=1e-10)
-        forget(state, 4)
-        now += kept
-
-
-@pytest.mark.usefixtures("small")
 @pytest.mark.parametrize("past", [1, 20, 33])
 def test_a_state_follows_its_rows(past):
     """Rows are put in another order, or repeated, as in beam search."""
@@ -172,19 +152,6 @@ def test_a_state_of_inference_mode_goes_on_outside():
         state, _ = begun([tensor[:, :, :300] for tensor in tensors], [299, 1])
     found = stream(state, [tensor[:, :, 300:] for tensor in tensors], [1, LONG - 301])
     torch.testing.assert_close(found, attend(*tensors, **OPTIONS)[:, :, 300:], rtol=1e-9, atol=1e-10)
-
-
-def test_a_state_goes_on_with_its_own_kind_only():
-    tensors, wrong = inputs(60), "the state was begun with other"
-    state, _ = begun(tensors, [60])
-    with pytest.raises(ValueError, match=wrong):
-        stream(state, inputs(1, batch=3), [1])
-    with pytest.raises(ValueError, match=wrong):
-        favor.favor_attention(*inputs(1), features="pos", is_causal=True, state=state)
-    other = favor.kernels.StreamState()
-    favor.favor_attention(*tensors, features="pos", is_causal=True, state=other)
-    with pytest.raises(ValueError, match=wrong):
-        stream(other, inputs(1), [1])
 
 
 def test_a_state_holds_no_graph_and_only_the_first_piece_has_one():
