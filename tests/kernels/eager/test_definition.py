@@ -202,8 +202,10 @@ def test_large_norms(is_causal, value_dim, window, hidden):
     inputs, *_ = prepare(150, "dense", window, groups=2, value_dim=value_dim)
     for i in (3, 4, 6):
         inputs[i] *= 12
-    if hidden:  # whole blocks, too
+    if hidden:  # whole blocks, too; and what is in other blocks counts most
         inputs[6][0, :, :37] = inputs[6][0, :, 60:100] = inputs[6][1, :, 16:] = -torch.inf
+        inputs[7:] = [tensor + 1e3 for tensor in inputs[7:]]
+        inputs[1] *= torch.linspace(1, 4, 150, dtype=torch.float64)[:, None]
     options, weight = form(window, is_causal, 1.0), draw_weight(inputs)
     expected = truth(options, None, weight, inputs)
     found = gradients(attend(options), [t.float() for t in inputs], weight)
