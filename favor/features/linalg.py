@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from favor.kernels.dispatch import fuses, triton_module
+from favor.kernels.dispatch import fuses, kernel_module
 
 
 def without_eigh(factorization: str, matrix: Tensor, instead: str) -> str:
@@ -109,7 +109,7 @@ def newton_schulz(matrix: Tensor, iterations: int = 24) -> tuple[Tensor, Tensor]
     Source: N. Higham, "Functions of Matrices" (2008), equation (6.35).
     """
     if matrix.dtype == torch.float32 and matrix.shape[-1] <= 64 and not torch.is_grad_enabled() and fuses(matrix):
-        return triton_module("tokens").newton_schulz(matrix, iterations)
+        return kernel_module("triton", "tokens").newton_schulz(matrix, iterations)
     eye = torch.eye(matrix.shape[-1], dtype=matrix.dtype, device=matrix.device)
     size = matrix.abs().sum(-1).amax(-1)[..., None, None].clamp(min=torch.finfo(matrix.dtype).tiny)
     root, inverse = matrix / size, eye

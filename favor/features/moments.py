@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from favor.features.linalg import add_diagonal, joined, row_parts, trace
-from favor.kernels.dispatch import fuses, triton_module
+from favor.kernels.dispatch import fuses, kernel_module
 
 
 @dataclass(frozen=True)
@@ -133,7 +133,7 @@ def _first_two(samples: Tensor, mask: Tensor | None, weights: Tensor | None = No
         if weights is None and mask is not None:
             weights = mask.to(compute)
         shares = None if weights is None else weights.expand(samples.shape[:-1])
-        return triton_module("tokens").moments(samples, shares)
+        return kernel_module("triton", "tokens").moments(samples, shares)
     if mask is not None:
         samples = samples.masked_fill(~mask.unsqueeze(-1), 0.0)
     if weights is None:

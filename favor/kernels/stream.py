@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
-from favor.kernels.dispatch import is_tracing, kernel_module, pick
+from favor.kernels.dispatch import is_tracing, kernel_module, operator, pick
 from favor.kernels.operands import Operands
 
 _SPAN = 16  # tokens worked on together without a window: their pairwise weights take SPAN^2 M numbers per head
@@ -119,24 +119,23 @@ def decode(
     if query.shape[2] != 1 or key.shape[2] != 1:
         raise ValueError(f"decode takes one token at a time, got {query.shape[2]} queries and {key.shape[2]} keys.")
     *operands, _ = Operands(query, key, value, query_directions, key_directions, offset, key_bias).readable()
-    out: Tensor = _decode(*operands, state.log_weight, state.summary, kernel)
-    return out
+    return _decode(*operands, state.log_weight, state.summary, kernel)
 
 
 def _step(*arguments: Any) -> Tensor:
     query, _, value, *_, kernel = arguments
-    module = kernel_module(pick(kernel, query, value), "decode")
     with torch.cuda.device_of(query):
-        out: Tensor = module.decode(*arguments[:-1])
-    return out
+        return kernel_module(pick(kernel, query, value), "decode").decode(*arguments[:-1])
 
 
-_decode = torch.library.custom_op("favor::decode", _step, mutates_args=("log_weight", "summary"), schema=_DECODE)
-
-
-@_decode.register_fake
-def _(query: Tensor, key: Tensor, value: Tensor, *others: Any) -> Tensor:
-    return query.new_empty(*query.shape[:3], value.shape[-1])
+_decode = operator(
+    "decode",
+    _DECODE,
+    _step,
+    lambda query, key, value, *others: query.new_empty(*query.shape[:3], value.shape[-1]),
+    "log_weight",
+    "summary",
+)
 
 
 @dataclass

@@ -7,14 +7,13 @@ its mean value and its count. A block of 16 alike queries reads the nodes exactl
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
 
 from favor.kernels.chosen import chosen_attention, log_left
-from favor.kernels.dispatch import is_exporting
+from favor.kernels.dispatch import is_exporting, operator
 from favor.kernels.exported import first_rows, in_blocks
 from favor.kernels.operands import ChosenOperands
 from favor.landmark.sorting import order_of
@@ -195,18 +194,13 @@ def _choose(
     return found.masked_fill((best == -torch.inf) | behind, -1).to(torch.int32).view(*lead, most)
 
 
-_choose_operator = torch.library.custom_op(
-    "favor::choose_nodes",
-    _choose,
-    mutates_args=(),
-    schema="(Tensor blocks, Tensor lengths, Tensor mean, Tensor variance, Tensor count, Tensor size, SymInt selected, "
+_choose_operator = operator(
+    "choose_nodes",
+    "(Tensor blocks, Tensor lengths, Tensor mean, Tensor variance, Tensor count, Tensor size, SymInt selected, "
     "SymInt most) -> Tensor",
+    _choose,
+    lambda blocks, *others: blocks.new_empty(*blocks.shape[:2], others[-1], dtype=torch.int32),
 )
-
-
-@_choose_operator.register_fake
-def _(blocks: Tensor, *others: Any) -> Tensor:
-    return blocks.new_empty(*blocks.shape[:2], others[-1], dtype=torch.int32)
 
 
 @torch.no_grad()
@@ -224,5 +218,4 @@ def choose_nodes(blocks: Tensor, lengths: Tensor, nodes: Nodes, size: Tensor, se
     Returns:
         Nodes, int32 `[N G, Z, most]`, best first; -1 at the end.
     """
-    found: Tensor = _choose_operator(blocks, lengths, nodes.key, nodes.variance, nodes.count, size, selected, most)
-    return found
+    return _choose_operator(blocks, lengths, nodes.key, nodes.variance, nodes.count, size, selected, most)
