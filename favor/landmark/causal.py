@@ -175,18 +175,10 @@ def votes(known: Past, place: Tensor, selected: int, kernel: str) -> Tensor:
 def read_blocks(
     known: Past, blocks: Tensor, start: Tensor, seen: Tensor, shared: Tensor, scale: float, kernel: str
 ) -> Tensor:
-    """Attends with blocks of queries to what they choose, their own sections and the means of all earlier ones.
+    """Attends with blocks to what they choose, their own sections and the means of all earlier ones, `[N, Z, R, dv]`.
 
-    Args:
-        known: what they read.
-        blocks: `[N, Z, R, d]`.
-        start: place of the first query, `[B]`.
-        seen: keys in closed sections before each block, `[B, Z]`.
-        shared: what the blocks chose, int32 `[N, Z, K]`.
-        scale, kernel: as for `attention`.
-
-    Returns:
-        `[N, Z, R, dv]`.
+    Blocks are `[N, Z, R, d]`, with their first query at place `start` `[B]`; they see `seen` `[B, Z]` keys in closed
+    sections before them, and chose `shared`, int32 `[N, Z, K]`.
     """
     heads, sections = known.samples.shape[1], known.far_key.shape[2]
     limit = per_head(seen, heads)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -85,36 +86,18 @@ class Kept(Past):
         self.shared = self.shared[:, :, :0]
 
 
-def attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    counts: Tensor,
-    state: StreamState,
-    *,
-    selected: int,
-    scale: float,
-    kernel: str,
-) -> Tensor:
+def attention(query: Tensor, key: Tensor, value: Tensor, counts: Tensor, state: StreamState, *options: Any) -> Tensor:
     """Computes causal attention of the tokens that come after those of a state, which is changed in place.
 
-    Args:
-        query, key, value: `[B, H, L, d]`, `[B, Hk, L, d]`, `[B, Hk, L, dv]`, of the same tokens.
-        counts: how many of the first tokens are no padding, which is zeros, int64 `[B]`.
-        state: what earlier tokens left. Only the first piece gets gradients.
-        selected, scale, kernel: as for `favor.landmark.causal.attention`.
-
-    Returns:
-        `[B, H, L, dv]`.
-
-    Raises:
-        ValueError: if the state was begun with other options or another batch.
+    Tensors are those of `favor.landmark.causal.attention`, of the same tokens, and `counts`, int64 `[B]`: how many of
+    the first are no padding, which is zeros. Options are selected, scale and kernel. Only the first piece has a graph.
+    Raises a ValueError if the state was begun with other options or another batch.
     """
     if state.memory is None:
         past = torch.zeros_like(counts)
         known = causal.past_of(query, key, value, past, True)
         state.memory = Kept.of(known, counts)
-        return causal.read_past(known, query, past, True, selected, scale, kernel)
+        return causal.read_past(known, query, past, True, *options)
     kept, length = _checked(query, key, value, state), query.shape[2]
     with torch.no_grad():
         kept.grow(state.tokens)
@@ -126,9 +109,9 @@ def attention(
         else:
             causal.write(kept.index, place, causal.indexed(key, kept.coordinates))
         if length == 1:
-            return _one(kept, query, place[:, 0], state, selected, scale, kernel)
+            return _one(kept, query, place[:, 0], state, *options)
         kept.shared = kept.shared[:, :, :0]
-        return causal.read_past(kept, query, place[:, 0], False, selected, scale, kernel)
+        return causal.read_past(kept, query, place[:, 0], False, *options)
 
 
 def _checked(query: Tensor, key: Tensor, value: Tensor, state: StreamState) -> Kept:

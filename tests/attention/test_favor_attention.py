@@ -2,13 +2,18 @@
 
 from itertools import product
 
+import numpy as np
 import pytest
 import torch
 from pairwise import pairs
 from reference import FAMILIES, NUM_FEATURES, POSITIVE, SOFTMAX, attend, inputs, reference_attention
+from torch.nn.functional import scaled_dot_product_attention
 
 import favor
 from favor import features
+from favor.decomposition import KLNMF
+from favor.kernels import StreamState
+from favor.optim import low_rank_bound
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*parameters from this sequence:UserWarning")
 
@@ -53,17 +58,6 @@ def test_lower_precision_has_its_own_accuracy(name, is_causal, scale, dtype):
     # The parameters of wDERF come from softmax rows and an inverse, both in float32.
     allowed = 1e-2 if dtype != torch.float32 else 3e-5 if name.startswith("wderf") else 1e-5
     assert (out.double() - exact).norm() / exact.norm() < allowed
-
-
-@pytest.mark.parametrize("name", POSITIVE)
-def test_rising_features_inside_a_chunk_do_not_underflow(name):
-    """Each key outweighs all earlier ones by hundreds of nats; early queries must still see their own past."""
-    query, key, value = inputs(64, heads=1, key_heads=1)
-    key = key * torch.linspace(1, 60, 64, dtype=torch.float64)[None, None, :, None]
-    exact = attend(query, key, value, name=name, is_causal=True)
-    out = attend(query.float(), key.float(), value.float(), name=name, is_causal=True)
-    assert (out - exact).norm() / exact.norm() < 1e-4
-    torch.testing.assert_close(out[:, :, 0], value.float()[:, :, 0])
 
 
 def real_tokens(side, real, total):
@@ -150,23 +144,16 @@ def test_causal_statistics_fall_back_to_favor_plus_and_say_so(name, options):
     assert torch.equal(out, attend(*tensors, name="pos", is_causal="is_causal" in options))
 
 
-@pytest.mark.parametrize("rf", ["pos", "trig", "relu", "elu"])
-@pytest.mark.parametrize("is_causal", [False, True], ids=["bidirectional", "causal"])
-def test_gradients_by_finite_differences(rf, is_causal):
-    tensors = [t.requires_grad_() for t in inputs(6, batch=1, heads=2, key_heads=1, dim=4, value_dim=3, scale=0.5)]
-    mask = torch.tensor([[True, True, True, True, True, False]])
-    assert torch.autograd.gradcheck(lambda *t: attend(*t, name=rf, mask=mask, is_causal=is_causal), tensors)
-
-
 @pytest.mark.parametrize("name", FAMILIES)
-def test_gradients_hold_the_parameters_fixed_for_any_subset_of_inputs(name):
+@pytest.mark.parametrize("is_causal", [False, True], ids=["bidirectional", "causal"])
+def test_gradients_hold_the_parameters_fixed_for_any_subset_of_inputs(name, is_causal):
     tensors = [t.requires_grad_() for t in inputs(19, batch=1, heads=2, key_heads=1, scale=0.7)]
-    reference = (attend if "landmark" in name else reference_attention)(*tensors, name=name)
+    reference = (attend if "landmark" in name else reference_attention)(*tensors, name=name, is_causal=is_causal)
     weight = torch.randn_like(reference)
     expected = torch.autograd.grad((reference * weight).sum(), tensors)
     for subset in ((0, 1, 2), (0,), (1,), (2,), (0, 2)):
         some = [t.detach().requires_grad_(i in subset) for i, t in enumerate(tensors)]
-        (attend(*some, name=name) * weight).sum().backward()
+        (attend(*some, name=name, is_causal=is_causal) * weight).sum().backward()
         for i, tensor in enumerate(some):
             if i in subset:
                 torch.testing.assert_close(tensor.grad, expected[i], rtol=1e-8, atol=1e-9)
@@ -256,6 +243,9 @@ ERRORS = [
     (PACKED | {"key_padding_mask": torch.ones(1, 5, dtype=torch.bool)}, ValueError, "no padding"),
     (PACKED | {"is_causal": True}, ValueError, "at least as many keys as queries in every"),
     (ENDS, ValueError, "batch of size 1, got 2"),
+    ({"state": StreamState()}, ValueError, "is_causal=False"),
+    (PACKED | {"state": StreamState(), "cu_seqlens_q": ENDS["cu_seqlens_k"]}, ValueError, "and lengths"),
+    ({"state": StreamState(), "is_causal": True, "features": "relu"}, ValueError, "positive features"),
 ]
 
 
@@ -330,3 +320,54 @@ def test_a_packed_sequence_is_as_if_it_were_alone(name, is_causal, columns):
         assert all(t.grad.isfinite().all() for t in tensors)
     for ours, theirs in zip(packed, alone, strict=True):
         torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-8, atol=1e-10)
+
+
+@pytest.mark.parametrize(
+    ("family", "size", "most"),
+    [("pos", "window", 2**30), ("landmark", "selected_keys", 2**30), ("landmark", "num_features", 2**18)],
+)
+@pytest.mark.parametrize(("is_causal", "pieces"), [(False, False), (True, False), (True, True)])
+def test_a_size_beyond_the_sequence_is_that_of_the_sequence(family, size, most, is_causal, pieces):
+    """Also that of a state in causal attention, which is softmax attention then if the size is not that of features."""
+    outs, query, key, value = [], *inputs(64)
+    for number in (64, most):
+        options, state = {"num_features": 8, "selected_keys": 0, "features": family, size: number}, StreamState()
+        cuts = [7, 1, 32, 1, 64 - 41] if pieces else [64]
+        parts = zip(*(tensor.split(cuts, 2) for tensor in (query, key, value)), strict=True)
+        options |= {"state": state} if pieces else {}
+        outs.append(torch.cat([favor.favor_attention(*part, is_causal=is_causal, **options) for part in parts], 2))
+        assert state.nbytes < 2**18
+    torch.testing.assert_close(*outs, rtol=1e-9, atol=1e-9)
+    if size != "num_features" or not is_causal:
+        exact = scaled_dot_product_attention(query, key, value, is_causal=is_causal, enable_gqa=True)
+        torch.testing.assert_close(outs[0], exact, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("size", ["window", "selected_keys", "num_features", "key_heads"])
+def test_typing_mistakes_are_refused(size):
+    wanted = (0, 10**15) if size == "key_heads" else 10**15
+    with pytest.raises(ValueError, match=size):
+        favor.favor_attention(*inputs(64), **{"features": "pos" if size == "window" else "landmark", size: wanted})
+    if size != "key_heads":
+        with pytest.raises(ValueError, match=f"{size} must be at most"):
+            favor.FavorConfig(**{size: wanted})
+
+
+def test_sizes_elsewhere():
+    """Components of a factorization, and the rank of a bound."""
+    with pytest.raises(ValueError, match="n_components must be at most 6 for X"):
+        KLNMF(n_components=10**9).fit(np.ones((6, 3)))
+    theta, given = torch.zeros(4).double(), torch.randn(2, 3, 4).double()
+    whole, more = (low_rank_bound(theta, given, rank=rank).curvature.dense() for rank in (4, 10**9))
+    torch.testing.assert_close(more, whole)
+
+
+def test_the_state_of_a_window_does_not_grow_with_padding():
+    state, sizes = StreamState(), []
+    mask = torch.arange(20) >= torch.tensor([0, 3, 19, 11]).unsqueeze(1)
+    options = {"features": "pos", "window": 7, "num_features": 6, "is_causal": True, "state": state}
+    for length in [20, *[1] * 40]:
+        favor.favor_attention(*torch.ones(3, 4, 4, length, 8), **options, key_padding_mask=mask if length > 1 else None)
+        assert not state.block or state.block[1].shape[2] < 7
+        sizes.append(state.nbytes)
+    assert max(sizes) == max(sizes[20:]) <= 2 * min(sizes[20:])

@@ -25,15 +25,7 @@ of_causal_layers_and_encoders = pytest.mark.parametrize("options", [CAUSAL, RUNS
 pytestmark = pytest.mark.usefixtures("poisoned")
 
 
-def on_cpu(function):
-    def run(*args, **options):
-        with torch.device("cpu"):
-            return function(*args, **options)
-
-    return run
-
-
-@on_cpu
+@torch.device("cpu")
 def problem(
     *, seen, heads=(2, 1), rows=16, keys=40, chosen=0, owns=0, means=0, run=1, first=(7,), section=0, width=16, **other
 ):
@@ -194,7 +186,7 @@ def test_rows_that_see_nothing_give_zeros_and_large_norms_stay_finite(dtype, ste
 CHOICES = [((4, 2), 5, 1, 70, 24, 23, 0), ((2, 1), 2, 20, 90, 6, 17, 8), ((1, 1), 1, 3, 40, 130, 64, 40)]
 
 
-@on_cpu
+@torch.device("cpu")
 def choice(heads, blocks, rows, keys, width, number, others):
     """Queries, keys, how many are seen, and which are taken, with what `choose` must find."""
     generator = torch.Generator().manual_seed(2)
@@ -265,12 +257,3 @@ def test_what_a_block_chose_is_taken_from_the_means(run, span, keys):
         torch.testing.assert_close(
             found[0, block], torch.bincount(torch.tensor(left) // span, minlength=number).double()
         )
-
-
-def test_torch_takes_them_for_operators():
-    given = problem(**SMALL, first=(0,), keys=32)
-    torch.library.opcheck(torch.ops.favor.chosen_attention.default, (*given, "torch"))
-    facts = (given.query, given.key, given.seen, given.shared, 4, "torch")
-    torch.library.opcheck(torch.ops.favor.choose_keys.default, facts)
-    facts = (given.shared, given.seen, given.run, given.run * 8, 4, torch.float32)
-    torch.library.opcheck(torch.ops.favor.log_of_keys_left.default, facts)

@@ -273,12 +273,9 @@ def _chunk_keys(
 def forward(
     operands: Operands, geometry: Geometry, *, chunk_size: int | None = None, segments: int | None = None
 ) -> Result:
-    """Computes causal attention; the queries belong to the last keys.
+    """Computes causal attention; the queries belong to the last keys, the others come before the first query.
 
-    Args:
-        operands, geometry: if there are more keys than queries, they come before the first query.
-        chunk_size: tokens in a chunk, a power of two from 16; None to choose.
-        segments: parts into which the pass over the chunks is cut; None to choose.
+    A chunk has `chunk_size` tokens, a power of two from 16; the pass over chunks is cut in `segments`; None to choose.
 
     Returns:
         output `[B, H, L, dv]`, laid out `[B, L, H, dv]`; logarithm of the normaliser `[B, H, L]`, inf for a query that

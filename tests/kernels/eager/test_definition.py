@@ -5,7 +5,8 @@ import torch
 from truth import attention, error, gradients, make_inputs
 
 from favor.kernels import linear_attention
-from favor.kernels.eager import window
+from favor.kernels.eager import bidirectional, causal, window
+from favor.kernels.eager.common import exp2
 
 both = pytest.mark.parametrize("is_causal", [False, True], ids=["bidirectional", "causal"])
 
@@ -50,7 +51,7 @@ def prepare(length, layout, window, *, is_causal=False, **options):
     else:
         options["batch"] = 2 if length <= 1000 else 1
         first = int(layout.split()[0]) if "first" in layout else 0
-        inputs = make_inputs(length, length + first, **options)
+        inputs = make_inputs(length, length + first, **{"shared": layout != "padded"} | options)
     if layout == "padded":
         inputs[-1][0, :, : length // 3] = -torch.inf
         inputs[-1][-1, :, length - length // 4 :] = -torch.inf
@@ -124,60 +125,26 @@ def test_low_precision_is_better_than_the_formula_at_that_precision(dtype, lengt
         assert error(f, e) <= 2 * error(p, e)
 
 
-@both
-@pytest.mark.parametrize("shared", [False, True])
-@pytest.mark.parametrize("window", [0, 1, 3, 10])
-def test_gradcheck(is_causal, shared, window):
-    options = {"dim": 3, "value_dim": 2, "features": 4, "groups": 2, "shared": shared, "batch": 2}
-    inputs = make_inputs(5, 5 if window and not is_causal else 7, **options)
-    inputs[-1][1, :, :2] = -torch.inf
-    bias, query_bias = inputs.pop(), [torch.randn(2, 4, 5, dtype=torch.float64)] if window else []
-    leaves, run = [t.requires_grad_() for t in (*inputs, *query_bias)], attend(form(window, is_causal, 0.7))
-    assert torch.autograd.gradcheck(lambda *t: run(*t[:6], bias, *t[6:]), leaves, fast_mode=True)
+# Where numbers of heads, chunks or spans that are worked on together are kept; and layouts, widths of values, windows.
+TOGETHER = [
+    *((bidirectional, "_COPIED", 1, "padded", False, 8, 0, dtype) for dtype in (torch.float64, torch.bfloat16)),
+    *((causal, "CHUNK_SIZE", size, LAYOUTS[3], True, 8, 0, torch.float64) for size in (1, 2, 16, 128)),
+    *((window, "SPAN", 1, "padded", False, width, 16, torch.float64) for width in (8, 5)),
+    *((window, "SPAN", 1, LAYOUTS[3], True, width, 16, torch.float64) for width in (8, 5)),
+]
 
 
-@both
-def test_a_window_that_holds_everything_is_softmax_attention(is_causal):
-    inputs, *_ = prepare(100, "dense", 100, groups=2)
-    inputs[-2] = torch.zeros_like(inputs[-2])
-    weight = draw_weight(inputs)
-    expected = gradients(
-        lambda *t: torch.nn.functional.scaled_dot_product_attention(
-            *t, is_causal=is_causal, scale=0.3, enable_gqa=True
-        ),
-        inputs[:3],
-        weight,
-    )
-    found = gradients(attend({"window": 100, "scale": 0.3, "is_causal": is_causal}), inputs, weight)
-    for f, e in zip(found, expected, strict=False):
-        assert error(f, e) <= 1e-6
-    assert not any(t.any() for t in found[4:])
-
-
-@both
-@plain_too
-def test_hidden_keys_may_hold_anything(is_causal, window):
-    inputs, *_ = prepare(40, "dense", window)
-    inputs[6][0, :, 30:] = inputs[6][1] = -torch.inf
-    options = form(window, is_causal)
-    clean = gradients(attend(options), inputs, torch.ones(2, 2, 40, 8))
-    for tensor in inputs[1:3]:
-        tensor[0, :, 30:], tensor[1] = torch.nan, torch.nan
-    found = gradients(attend(options), inputs, torch.ones(2, 2, 40, 8))
-    for f, c in zip(found, clean, strict=True):
-        assert torch.equal(f, c)
-    assert not found[0][1].any()
-    assert not found[2][1].any()
-
-
-@both
-@pytest.mark.parametrize("value_dim", [8, 5])
-def test_the_size_of_spans_does_not_change_gradients(is_causal, value_dim, monkeypatch):
-    inputs, *_ = prepare(90, LAYOUTS[3] if is_causal else "padded", 16, groups=2, value_dim=value_dim)
-    options, weight = form(16, is_causal), draw_weight(inputs)
+@pytest.mark.parametrize(("module", "name", "size", "layout", "is_causal", "value_dim", "block", "dtype"), TOGETHER)
+def test_how_much_is_worked_on_together_does_not_matter(
+    module, name, size, layout, is_causal, value_dim, block, dtype, monkeypatch
+):
+    inputs, *_ = prepare(90, layout, block, groups=2, value_dim=value_dim, heads=3, shared=False)
+    inputs = [t.to(dtype if i < 3 or dtype == torch.float64 else torch.float32) for i, t in enumerate(inputs)]
+    options, weight = form(block, is_causal), draw_weight(inputs)
     expected = gradients(attend(options), inputs, weight)
-    for name in ("SPAN", "FUSED_SPAN"):
-        monkeypatch.setattr(window, name, 1)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    for own in (name, f"FUSED_{name}"):
+        monkeypatch.setattr(module, own, size, raising=own == name)
     for f, e in zip(gradients(attend(options), inputs, weight), expected, strict=True):
         torch.testing.assert_close(f, e, rtol=1e-9, atol=1e-10)
 
@@ -211,3 +178,89 @@ def test_large_norms(is_causal, value_dim, window, hidden):
     found = gradients(attend(options), [t.float() for t in inputs], weight)
     # The last gradient, of the query bias, is next to nothing here, and what is left of a difference.
     assert max(error(f, e) for f, e in zip(found[:8], expected[:8], strict=True)) < 1e-3
+
+
+@pytest.mark.parametrize("hidden", [0, 3, 20])
+def test_steep_chunks(hidden):
+    """Features that rise by thousands of nats inside a chunk, with and without hidden keys before them."""
+    inputs = make_inputs(150, 170)
+    inputs[1] *= torch.linspace(1, 100, 170, dtype=torch.float64)[:, None]
+    inputs[-1] = torch.zeros_like(inputs[-1])
+    inputs[-1][:, :, 60 : 60 + hidden] = -torch.inf
+    # All features at once: no product of two factors could hold such weights.
+    log_weights = torch.logsumexp(
+        (inputs[0] @ inputs[3].mT)[..., :, None, :]
+        + (inputs[1] @ inputs[4].mT + inputs[5][:, :, None])[..., None, :, :],
+        -1,
+    )
+    log_weights += inputs[-1][:, :, None]
+    visible = torch.ones(150, 170, dtype=torch.bool).tril(20)
+    expected = log_weights.masked_fill(~visible, -torch.inf).softmax(-1) @ inputs[2]
+    found = linear_attention(*(t.float() for t in inputs), is_causal=True)
+    assert error(found, expected) < 1e-4
+    leaves = [t.float().requires_grad_() for t in inputs]
+    linear_attention(*leaves, is_causal=True).sum().backward()
+    assert all(t.grad.isfinite().all() for t in leaves[:-1])
+
+
+@pytest.mark.parametrize("norm", [1, 40, 100])
+@pytest.mark.parametrize("shown", [slice(140, None), slice(70, 80), slice(0)], ids=["left", "both", "all"])
+def test_chunks_that_see_nothing(norm, shown):
+    """Far above the keys that come after them, whose logits are -norm^2 / 2 on average."""
+    inputs = make_inputs(200, batch=2)
+    inputs[0], inputs[1] = (norm * torch.nn.functional.normalize(t, dim=-1) for t in inputs[:2])
+    inputs[-1] = -(8**-0.25 * inputs[1]).square().sum(-1) / 2
+    hidden = torch.ones(200, dtype=torch.bool)
+    hidden[shown] = False
+    inputs[-1][0, :, hidden] = -torch.inf
+    weight = torch.randn(2, 2, 200, 8, generator=torch.Generator().manual_seed(1))
+    expected = gradients(lambda *t: attention(*t, is_causal=True), inputs, weight)
+    found = gradients(lambda *t: linear_attention(*t, is_causal=True), inputs, weight)
+    for f, e in zip(found, expected, strict=True):
+        assert error(f, e) < 1e-6
+    single = gradients(lambda *t: linear_attention(*t, is_causal=True), [t.float() for t in inputs], weight)
+    assert all(t.isfinite().all() for t in single)
+
+
+@both
+def test_strides_do_not_matter(is_causal):
+    inputs = make_inputs(50, batch=2, groups=2)
+    expected = linear_attention(*inputs, is_causal=is_causal)
+    strided = [t.transpose(1, 2).contiguous().transpose(1, 2) for t in inputs[:3]]
+    strided[1] = strided[1].repeat_interleave(2, dim=-1)[..., ::2]
+    assert strided[1].stride(-1) == 2
+    out = linear_attention(*strided, *inputs[3:], is_causal=is_causal)
+    torch.testing.assert_close(out, expected, rtol=1e-12, atol=1e-12)
+    assert out.transpose(1, 2).is_contiguous()
+
+
+@pytest.mark.parametrize(("dtype", "least"), [(torch.float32, -100.0), (torch.float64, -996.0)], ids=str)
+def test_weights_are_never_subnormal(dtype, least):
+    """Products with such numbers would take a hundred times as long."""
+    logits = torch.tensor([0.0, 3.0, 1e4, least + 1, least - 1, 1.3 * least, -torch.inf, torch.nan], dtype=dtype)
+    expected = torch.tensor([1.0, 8.0, 8.0, 2.0 ** (least + 1), 0.0, 0.0, 0.0, torch.nan], dtype=dtype)
+    torch.testing.assert_close(exp2(logits, 3.0), expected, rtol=1e-6, atol=0.0, equal_nan=True)
+
+
+@plain_too
+@both
+@pytest.mark.parametrize("value_dim", [8, 5])
+def test_logits_that_are_rounded_to_thousands(is_causal, value_dim, window):
+    """At 1e11 neighbouring numbers are 8192 apart: what two ways to one logarithm differ by must not overflow."""
+    inputs = [t.float() for t in make_inputs(150, groups=2, value_dim=value_dim)]
+    for i in range(3, 7):
+        inputs[i] *= 1e11
+    options = {"is_causal": is_causal, "window": window}
+    if window:
+        options |= {
+            "query_bias": 1e11 * torch.randn(1, 4, 150, generator=torch.Generator().manual_seed(2)),
+            "scale": 1e11,
+        }
+    weight = torch.randn(1, 4, 150, value_dim, generator=torch.Generator().manual_seed(1))
+    out, *grads = gradients(lambda *t: linear_attention(*t, **options), inputs, weight)
+    assert out.isfinite().all()
+    assert out.abs().max() <= inputs[2].abs().max() * 1.001
+    assert out.any(-1).all()
+    assert all(grad.isfinite().all() for grad in grads)
+    if is_causal:
+        torch.testing.assert_close(out[:, ::2, 0], inputs[2][:, :, 0])
