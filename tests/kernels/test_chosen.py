@@ -1,7 +1,10 @@
 """Chosen keys of both kernels against a formula over all pairs in float64, and the choice against brute force."""
 
+from functools import partial
+
 import pytest
 import torch
+from torch.utils._device import device_decorator
 
 from favor.kernels.chosen import choose, chosen_attention, log_left
 from favor.kernels.operands import ChosenOperands
@@ -20,12 +23,13 @@ CASES = [
     {"rows": 40, "means": 40, "seen": (0, 3)},
     {"chosen": 4, "owns": 1, "run": 2, "means": 3, "seen": (21,), "heads": (1, 1), "width": 256, "value_width": 80},
 ]
+on_cpu = partial(device_decorator, torch.device("cpu"))
 both_kernels = pytest.mark.parametrize("kernel", ["torch", "triton"])
 of_causal_layers_and_encoders = pytest.mark.parametrize("options", [CAUSAL, RUNS], ids=["causal", "encoder"])
 pytestmark = pytest.mark.usefixtures("poisoned")
 
 
-@torch.device("cpu")
+@on_cpu
 def problem(
     *, seen, heads=(2, 1), rows=16, keys=40, chosen=0, owns=0, means=0, run=1, first=(7,), section=0, width=16, **other
 ):
@@ -186,7 +190,7 @@ def test_rows_that_see_nothing_give_zeros_and_large_norms_stay_finite(dtype, ste
 CHOICES = [((4, 2), 5, 1, 70, 24, 23, 0), ((2, 1), 2, 20, 90, 6, 17, 8), ((1, 1), 1, 3, 40, 130, 64, 40)]
 
 
-@torch.device("cpu")
+@on_cpu
 def choice(heads, blocks, rows, keys, width, number, others):
     """Queries, keys, how many are seen, and which are taken, with what `choose` must find."""
     generator = torch.Generator().manual_seed(2)
