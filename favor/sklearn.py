@@ -213,6 +213,5 @@ class SoftmaxKernelSampler(ClassNamePrefixFeaturesOutMixin, TransformerMixin, Ba
 
 def _families() -> dict[str, type[RandomFeatures]]:
     """Lists families that estimate the kernel for all pairs of rows alike: no weights by attention, no baselines."""
-    positive = {name: family for name, family in FAMILIES.items() if issubclass(family, PositiveFeatures)}
-    plain = {name: own for name, own in positive.items() if own.moments is PositiveFeatures.moments}
-    return {TrigRF.name: TrigRF, **plain}
+    positive = [own for own in FAMILIES.values() if issubclass(own, PositiveFeatures) and not own.num_queries]
+    return {TrigRF.name: TrigRF} | {own.name: own for own in positive if own.moments is PositiveFeatures.moments}

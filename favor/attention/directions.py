@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from favor.features import RandomFeatures
 from favor.features.base import DRAWS
+from favor.kernels.dispatch import operator
 from favor.registry import get
 
 
@@ -72,18 +73,17 @@ def exported_directions(*numbers: Any) -> Tensor:
         return directions(Draw(*numbers))
 
 
-# `directions` for a compiler, which can treat a name as a constant and sees operators only. It may write into what an
-# operator returns, so it gets a copy.
-compiled_directions = torch.library.custom_op(
-    "favor::directions",
-    lambda *numbers: directions(Draw(*numbers)).clone(),
-    mutates_args=(),
-    schema="(str name, SymInt num_features, SymInt head_dim, SymInt num_heads, bool orthogonal, SymInt seed, "
-    "SymInt layer, SymInt redraw, Device device, ScalarType dtype, float root=1.) -> Tensor",
-)
-
-
-@compiled_directions.register_fake
-def _(*numbers: Any) -> Tensor:
+def _fake(*numbers: Any) -> Tensor:
     draw = Draw(*numbers)
     return torch.empty(shape_of(draw), device=draw.device, dtype=draw.dtype)
+
+
+# `directions` for a compiler, which can treat a name as a constant and sees operators only. It may write into what an
+# operator returns, so it gets a copy.
+compiled_directions = operator(
+    "directions",
+    "(str name, SymInt num_features, SymInt head_dim, SymInt num_heads, bool orthogonal, SymInt seed, "
+    "SymInt layer, SymInt redraw, Device device, ScalarType dtype, float root=1.) -> Tensor",
+    lambda *numbers: directions(Draw(*numbers)).clone(),
+    _fake,
+)

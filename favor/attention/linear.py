@@ -17,8 +17,9 @@ from torch import Tensor
 from favor.attention.functional import AttentionCall, method
 from favor.attention.packing import Packing
 from favor.features import Moments, Parameters, PositiveFeatures
+from favor.features.linalg import joined
 from favor.kernels import extend, linear_attention
-from favor.kernels.dispatch import fuses, is_transformed, triton_module
+from favor.kernels.dispatch import fuses, is_transformed, kernel_module
 
 
 @method(PositiveFeatures)
@@ -105,7 +106,7 @@ def key_bias(
     for rows, own in _pairs(key, params, packing, "key_lengths"):
         shift = None if own.shift is None else own.shift / root
         biases.append(_Form(root * own.inverse, shift, weight=scale * alpha)(rows, hidden, dtype))
-    return _joined(biases)
+    return joined(biases, 2)
 
 
 def query_bias(
@@ -128,7 +129,7 @@ def query_bias(
             form = _Form(None, linear=linear, weight=-scale / 2)
         value = form(shared, None, dtype) + (own.log_det_sigma / 2 - math.log(num_features)).unsqueeze(-1)
         biases.append(value.view(rows.shape[:3]))
-    return _joined(biases)
+    return joined(biases, 2)
 
 
 def _pairs(rows: Tensor, params: Parameters, packing: Packing | None, lengths: str) -> list[tuple[Tensor, Parameters]]:
@@ -136,10 +137,6 @@ def _pairs(rows: Tensor, params: Parameters, packing: Packing | None, lengths: s
     if packing is None or params.factor.ndim < 4 or params.factor.shape[0] == 1:
         return [(rows, params)]
     return list(zip(rows.split(getattr(packing, lengths), dim=2), params.split(), strict=True))
-
-
-def _joined(biases: list[Tensor]) -> Tensor:
-    return biases[0] if len(biases) == 1 else torch.cat(biases, dim=2)
 
 
 @dataclass
@@ -201,13 +198,13 @@ class _Apply(torch.autograd.Function):
         ctx.save_for_backward(rows, matrix, shift, linear, hidden)
         ctx.weight = weight
         if dtype == torch.float32 and fuses(rows):
-            return triton_module("tokens").form(rows, matrix, shift, linear, weight, hidden)
+            return kernel_module("triton", "tokens").form(rows, matrix, shift, linear, weight, hidden)
         form = _Form(matrix, shift, linear, weight)
         # A CPU works in parts that stay in cache; a compiler fuses the whole, and a GPU wants few launches.
         temporary = matrix is not None or linear is not None or rows.dtype != dtype
         in_parts = temporary and rows.device.type == "cpu" and not torch.compiler.is_compiling()
         if in_parts:
-            bias = _joined([form.of(part, dtype) for part in rows.split(rows.shape[2] // 32 + 64, dim=2)])
+            bias = joined([form.of(part, dtype) for part in rows.split(rows.shape[2] // 32 + 64, dim=2)], 2)
         else:
             bias = form.of(rows, dtype)
         return bias if hidden is None else bias.masked_fill(hidden, -torch.inf)
@@ -217,7 +214,8 @@ class _Apply(torch.autograd.Function):
         rows, matrix, shift, linear, hidden = ctx.saved_tensors
         if grad.dtype == torch.float32 and not torch.is_grad_enabled() and fuses(rows):
             gram = None if matrix is None else matrix @ matrix.mT
-            return triton_module("tokens").form(rows, gram, shift, linear, ctx.weight, hidden, grad), *(None,) * 6
+            form = kernel_module("triton", "tokens").form
+            return form(rows, gram, shift, linear, ctx.weight, hidden, grad), *(None,) * 6
         slope = _Form(matrix, shift, linear, ctx.weight).slope(rows, grad.unsqueeze(-1))
         if hidden is not None:
             slope = slope.masked_fill(hidden.unsqueeze(-1), 0.0)

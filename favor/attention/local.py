@@ -66,21 +66,13 @@ def local_attention(
     groups = heads // key_heads
     rows = pad(query, (0, 0, 0, blocks * block - length)).unflatten(2, (blocks, block)).unflatten(1, (key_heads, -1))
     rows = rows.permute(0, 3, 1, 2, 4, 5).flatten(0, 1).flatten(2, 3)
-    visible = _visible(query, key_padding_mask, (cut, before, after, key_length), (block, width, reach, ahead))
+    real = query.new_ones(1, key_length, dtype=torch.bool) if key_padding_mask is None else key_padding_mask
+    real = pad(real[:, cut:], (before, after)).unfold(1, width, block)
+    ahead_of_first = torch.arange(width, device=query.device) - torch.arange(block, device=query.device)[:, None]
+    visible = (ahead_of_first >= 0) & (ahead_of_first <= reach + ahead) & real[:, :, None]
     visible = visible.expand(batch, -1, -1, -1).flatten(0, 1)[:, None].repeat(1, 1, groups, 1)
     out = scaled_dot_product_attention(
         rows, windows(key), windows(value), attn_mask=visible, dropout_p=dropout, scale=scale
     )
     out = out.unflatten(2, (groups, block)).unflatten(0, (batch, blocks)).permute(0, 2, 3, 1, 4, 5)
     return out.flatten(3, 4).flatten(1, 2)[:, :, :length]
-
-
-def _visible(
-    like: Tensor, padding: Tensor | None, place: tuple[int, int, int, int], sizes: tuple[int, int, int, int]
-) -> Tensor:
-    """Tells which keys of its window each query sees, boolean `[B or 1, blocks, block, width]`."""
-    (cut, before, after, key_length), (block, width, reach, ahead) = place, sizes
-    real = torch.ones(1, key_length, dtype=torch.bool, device=like.device) if padding is None else padding
-    real = pad(real[:, cut:], (before, after)).unfold(1, width, block)
-    ahead_of_first = torch.arange(width, device=like.device) - torch.arange(block, device=like.device)[:, None]
-    return (ahead_of_first >= 0) & (ahead_of_first <= reach + ahead) & real[:, :, None]

@@ -11,7 +11,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from favor.features.moments import Moments
+from favor.features.moments import Moments, attention_received
 from favor.features.parameters import Parameters
 from favor.registry import FAMILIES, Family
 
@@ -167,6 +167,7 @@ class PositiveFeatures(RandomFeatures):
     supports_window = True
     supports_state = True
     has_kernel = True
+    num_queries = 0  # whose softmax rows weigh the keys in the moments; 0 weighs all keys equally
 
     def __init__(self, *, alpha: float = 0.0, factorization: Factorization = "auto") -> None:
         super().__init__(alpha=alpha)
@@ -193,7 +194,10 @@ class PositiveFeatures(RandomFeatures):
             scale: the statistics are those of sqrt(scale) x and sqrt(scale) y.
             is_causal: whether query i attends to keys 0 ... S - L + i only, for statistics weighted by attention.
         """
-        return Moments.from_samples(x, y, x_mask, y_mask).scaled(scale)
+        weights, number = None, self.num_queries
+        if number:
+            weights = attention_received(x, y, x_mask, y_mask, number, scale=scale, is_causal=is_causal)
+        return Moments.from_samples(x, y, x_mask, y_mask, weights).scaled(scale)
 
     def fit_moments(self, moments: Moments) -> Parameters:
         """Gives the parameters that minimise the objective (14) of FAVOR# in this family, from moments alone.

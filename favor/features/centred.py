@@ -11,10 +11,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from favor.features.linalg import add_diagonal, cholesky, eigh, from_spectrum, newton_schulz, trace, without_eigh
-from favor.features.moments import Moments, attention_received
+from favor.features.moments import Moments
 from favor.features.parameters import Parameters
 from favor.features.positive import SHARP, Regularised, optimal_sigma
 from favor.registry import register
@@ -108,23 +107,10 @@ class WDERF(CDERF):
     name = "wderf"
     backends = SHARP
     is_default = True
+    num_queries = 16
 
     def __init__(self, *, num_queries: int = 16, **options: Any) -> None:
         super().__init__(**options)
         if not 1 <= num_queries <= _MOST_QUERIES:
             raise ValueError(f"num_queries must be from 1 to {_MOST_QUERIES}, got {num_queries}.")
         self.num_queries = num_queries
-
-    def moments(
-        self,
-        x: Tensor,
-        y: Tensor,
-        x_mask: Tensor | None = None,
-        y_mask: Tensor | None = None,
-        *,
-        scale: float = 1.0,
-        is_causal: bool = False,
-    ) -> Moments:
-        """Computes moments with weighted keys; the arguments are those of `PositiveFeatures.moments`."""
-        weights = attention_received(x, y, x_mask, y_mask, self.num_queries, scale=scale, is_causal=is_causal)
-        return Moments.from_samples(x, y, x_mask, y_mask, weights).scaled(scale)

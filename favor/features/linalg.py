@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from favor.kernels.dispatch import fuses, triton_module
+from favor.kernels.dispatch import fuses, kernel_module
 
 
 def without_eigh(factorization: str, matrix: Tensor, instead: str) -> str:
@@ -23,11 +23,7 @@ def eigh(matrix: Tensor, least: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Computes eigenvalues, above zero, and eigenvectors of symmetric matrices; those of I if one is not finite.
 
     Eigenvalues smaller than the rounding of the largest may be noise of any sign, and their inverse roots would have
-    any size.
-
-    Args:
-        matrix: `[..., d, d]`.
-        least: a known lower bound of the eigenvalues, `[...]`; default: the rounding of the largest.
+    any size. So they are at least `least` `[...]`, a known bound; default: the rounding of the largest.
     """
     check_onnx()
     values, vectors = torch.linalg.eigh(finite(matrix))
@@ -49,11 +45,8 @@ def cholesky(matrix: Tensor) -> Tensor:
 def inverse(matrix: Tensor, iterations: int = 48) -> Tensor:
     """Inverts matrices; while a model is exported to ONNX, by matrix products.
 
-    An engine computes the inverse of a constant once, when it loads the model.
-
-    Args:
-        matrix: `[..., d, d]`.
-        iterations: two products each. Each doubles the digits once some are right; 48 suffice for condition 1e6.
+    An engine computes the inverse of a constant once, when it loads the model. An iteration takes two products, and
+    doubles the digits once some are right; 48 suffice for condition 1e6.
 
     Source: G. Schulz, "Iterative Berechnung der reziproken Matrix" (1933).
     """
@@ -100,16 +93,13 @@ def newton_schulz(matrix: Tensor, iterations: int = 24) -> tuple[Tensor, Tensor]
     """Computes the root and inverse root by the coupled Newton-Schulz iteration.
 
     Small eigenvalues converge last, their roots from below by a factor of 1.5 per iteration: 24 suffice for matrices of
-    condition 1e6. Unlike eigenvectors, the result is differentiable whatever the eigenvalues.
-
-    Args:
-        matrix: `[..., d, d]`; one that is not finite gives NaN.
-        iterations: three products of [d, d] matrices each.
+    condition 1e6, with three products each. Unlike eigenvectors, the result is differentiable whatever the eigenvalues.
+    It is NaN for a matrix that is not finite.
 
     Source: N. Higham, "Functions of Matrices" (2008), equation (6.35).
     """
     if matrix.dtype == torch.float32 and matrix.shape[-1] <= 64 and not torch.is_grad_enabled() and fuses(matrix):
-        return triton_module("tokens").newton_schulz(matrix, iterations)
+        return kernel_module("triton", "tokens").newton_schulz(matrix, iterations)
     eye = torch.eye(matrix.shape[-1], dtype=matrix.dtype, device=matrix.device)
     size = matrix.abs().sum(-1).amax(-1)[..., None, None].clamp(min=torch.finfo(matrix.dtype).tiny)
     root, inverse = matrix / size, eye

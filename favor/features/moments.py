@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from favor.features.linalg import add_diagonal, joined, row_parts, trace
-from favor.kernels.dispatch import fuses, triton_module
+from favor.kernels.dispatch import fuses, kernel_module
 
 
 @dataclass(frozen=True)
@@ -133,7 +133,7 @@ def _first_two(samples: Tensor, mask: Tensor | None, weights: Tensor | None = No
         if weights is None and mask is not None:
             weights = mask.to(compute)
         shares = None if weights is None else weights.expand(samples.shape[:-1])
-        return triton_module("tokens").moments(samples, shares)
+        return kernel_module("triton", "tokens").moments(samples, shares)
     if mask is not None:
         samples = samples.masked_fill(~mask.unsqueeze(-1), 0.0)
     if weights is None:
@@ -198,15 +198,9 @@ def attention_received(
 
 
 def evenly_spaced(x: Tensor, mask: Tensor | None, number: int) -> tuple[Tensor, Tensor]:
-    """Takes some rows, evenly spaced over those that count, wherever the padding is.
+    """Takes n rows of x `[..., L, d]`, evenly spaced over those that count, wherever the padding is.
 
-    Args:
-        x: `[..., L, d]`.
-        mask: boolean `[..., L]`, True for the rows that count.
-        number: n.
-
-    Returns:
-        `[..., n, d]`, zeros if no row counts, and their places, `[n]` or `[..., n]`.
+    Gives `[..., n, d]`, zeros if no row counts, and their places, `[n]` or `[..., n]`.
     """
     steps = (torch.arange(number, device=x.device) + 0.5) / number
     if mask is None:
@@ -219,16 +213,9 @@ def evenly_spaced(x: Tensor, mask: Tensor | None, number: int) -> tuple[Tensor, 
 
 
 def places_of(mask: Tensor, wanted: Tensor) -> Tensor:
-    """Finds the wanted True entries of each row of a mask: index of the first for 1, of the second for 2 and so on.
+    """Finds the wanted True entries `[..., n]` of each row of a mask `[..., S]`: place of the first for 1, and so on.
 
-    A binary search of the running count would do, but other engines (ONNX) have none.
-
-    Args:
-        mask: boolean, `[..., S]`.
-        wanted: integers from 1 to S, `[..., n]`.
-
-    Returns:
-        `[..., n]`; the last place where a row has fewer True entries.
+    It is the last place where a row has fewer. A binary search of the running count would do, but ONNX has none.
     """
     length = mask.shape[-1]
     count = torch.where(mask, mask.cumsum(-1), 0)  # entries that are False all go to place 0, which is not read

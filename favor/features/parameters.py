@@ -143,15 +143,13 @@ class Parameters:
 
     def split(self) -> list[Parameters]:
         """Splits parameters `[n, Hk, d, d]` along the first of four dimensions into n parameters `[1, Hk, d, d]`."""
-
-        def parts(tensor: Tensor | None, ndim: int) -> Sequence[Tensor | None]:
-            own = tensor is not None and tensor.ndim == ndim
-            return tensor.split(1) if own and tensor is not None else [tensor] * self.factor.shape[0]
-
-        tensors = (parts(self.transform, 4), parts(self.inverse, 4), self.factor.split(1), parts(self.shift, 3))
-        names = ("transform", "inverse", "factor", "shift")  # all sequences share the directions and their weights
-        every: list[dict[str, Any]] = [dict(zip(names, own, strict=True)) for own in zip(*tensors, strict=True)]
-        return [replace(self, **own) for own in every]
+        sizes = {"transform": 4, "inverse": 4, "factor": 4, "shift": 3}  # sequences share the directions and weights
+        given = {name: getattr(self, name) for name in sizes}
+        own = {name: part for name, part in given.items() if part is not None and part.ndim == sizes[name]}
+        return [
+            replace(self, **{name: part[number : number + 1] for name, part in own.items()})
+            for number in range(len(self.factor))
+        ]
 
     @property
     def sigma(self) -> Tensor:

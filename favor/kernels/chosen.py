@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from favor.kernels.dispatch import is_transformed, kernel_module, pick
+from favor.kernels.dispatch import is_transformed, kernel_module, operator, pick
 from favor.kernels.operands import ChosenOperands
 
 _TENSORS = (
@@ -28,21 +28,15 @@ _OPTIONS = "SymInt section, SymInt most, float scale, str kernel"
 
 def _choose(query: Tensor, key: Tensor, seen: Tensor, taken: Tensor | None, number: int, kernel: str) -> Tensor:
     with torch.cuda.device_of(query):
-        found: Tensor = kernel_module(pick(kernel, query, query), "chosen").choose(query, key, seen, taken, number)
-    return found
+        return kernel_module(pick(kernel, query, query), "chosen").choose(query, key, seen, taken, number)
 
 
-_choose_operator = torch.library.custom_op(
-    "favor::choose_keys",
+_choose_operator = operator(
+    "choose_keys",
+    "(Tensor query, Tensor key, Tensor seen, Tensor? taken, SymInt number, str kernel) -> Tensor",
     _choose,
-    mutates_args=(),
-    schema="(Tensor query, Tensor key, Tensor seen, Tensor? taken, SymInt number, str kernel) -> Tensor",
+    lambda query, *others: query.new_empty(*query.shape[:3], others[3], dtype=torch.int32),
 )
-
-
-@_choose_operator.register_fake
-def _(query: Tensor, key: Tensor, seen: Tensor, taken: Tensor | None, number: int, kernel: str) -> Tensor:
-    return query.new_empty(*query.shape[:3], number, dtype=torch.int32)
 
 
 @torch.no_grad()
@@ -67,8 +61,7 @@ def choose(
     """
     if not number or 0 in query.shape:
         return query.new_zeros(*query.shape[:3], number, dtype=torch.int32)
-    found: Tensor = _choose_operator(query, key, seen, taken, number, kernel)
-    return found
+    return _choose_operator(query, key, seen, taken, number, kernel)
 
 
 def _log_left(shared: Tensor, seen: Tensor, run: Tensor, span: Tensor, number: int, dtype: torch.dtype) -> Tensor:
@@ -80,17 +73,12 @@ def _log_left(shared: Tensor, seen: Tensor, run: Tensor, span: Tensor, number: i
     return left[..., :number].log()
 
 
-_log_left_operator = torch.library.custom_op(
-    "favor::log_of_keys_left",
+_log_left_operator = operator(
+    "log_of_keys_left",
+    "(Tensor shared, Tensor seen, Tensor run, Tensor span, SymInt number, ScalarType dtype) -> Tensor",
     _log_left,
-    mutates_args=(),
-    schema="(Tensor shared, Tensor seen, Tensor run, Tensor span, SymInt number, ScalarType dtype) -> Tensor",
+    lambda shared, *others: shared.new_empty(*shared.shape[:2], others[3], dtype=others[4]),
 )
-
-
-@_log_left_operator.register_fake
-def _(shared: Tensor, seen: Tensor, run: Tensor, span: Tensor, number: int, dtype: torch.dtype) -> Tensor:
-    return shared.new_empty(*shared.shape[:2], number, dtype=dtype)
 
 
 def log_left(shared: Tensor, seen: Tensor, run: Tensor, span: Tensor, number: int, dtype: torch.dtype) -> Tensor:
@@ -105,49 +93,42 @@ def log_left(shared: Tensor, seen: Tensor, run: Tensor, span: Tensor, number: in
     Returns:
         `[N, Z, number]`; -inf for none.
     """
-    found: Tensor = _log_left_operator(shared, seen, run, span, number, dtype)
-    return found
+    return _log_left_operator(shared, seen, run, span, number, dtype)
 
 
 def _forward(*arguments: Any) -> tuple[Tensor, Tensor]:
     given = ChosenOperands(*arguments[:-1])
     with torch.cuda.device_of(given.query):
-        module = kernel_module(pick(arguments[-1], given.query, given.value), "chosen")
-        found: tuple[Tensor, Tensor] = module.forward(given)
-    return found
+        return kernel_module(pick(arguments[-1], given.query, given.value), "chosen").forward(given)
 
 
-def _backward(grad: Tensor, out: Tensor, lse: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
-    given = ChosenOperands(*arguments[:-1])
-    with torch.cuda.device_of(given.query):
-        module = kernel_module(pick(arguments[-1], given.query, given.value), "chosen")
-        found: tuple[Tensor, ...] = module.backward(grad, given, out, lse)
-    return found
-
-
-_forward_operator = torch.library.custom_op(
-    "favor::chosen_attention", _forward, mutates_args=(), schema=f"({_TENSORS}, {_OPTIONS}) -> (Tensor, Tensor)"
-)
-_backward_operator = torch.library.custom_op(
-    "favor::chosen_attention_backward",
-    _backward,
-    mutates_args=(),
-    schema=f"(Tensor grad, Tensor out, Tensor lse, {_TENSORS}, {_OPTIONS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
-)
-
-
-@_forward_operator.register_fake
-def _(*arguments: Any) -> tuple[Tensor, Tensor]:
+def _fake_forward(*arguments: Any) -> tuple[Tensor, Tensor]:
     given = ChosenOperands(*arguments[:-1])
     lse = given.query.new_empty(given.query.shape[:3], dtype=given.far_log.dtype)
     return given.query.new_empty(*given.query.shape[:3], given.value.shape[-1]), lse
 
 
-@_backward_operator.register_fake
-def _(grad: Tensor, out: Tensor, lse: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
+def _backward(grad: Tensor, out: Tensor, lse: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
+    given = ChosenOperands(*arguments[:-1])
+    with torch.cuda.device_of(given.query):
+        return kernel_module(pick(arguments[-1], given.query, given.value), "chosen").backward(grad, given, out, lse)
+
+
+def _fake_backward(grad: Tensor, out: Tensor, lse: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
     given = ChosenOperands(*arguments[:-1])
     read = (given.query, given.key, given.value, given.far_key, given.far_value)
     return tuple(tensor.new_empty(tensor.shape) for tensor in read)
+
+
+_forward_operator = operator(
+    "chosen_attention", f"({_TENSORS}, {_OPTIONS}) -> (Tensor, Tensor)", _forward, _fake_forward
+)
+_backward_operator = operator(
+    "chosen_attention_backward",
+    f"(Tensor grad, Tensor out, Tensor lse, {_TENSORS}, {_OPTIONS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    _backward,
+    _fake_backward,
+)
 
 
 def _operations(*arguments: Any) -> int:
@@ -206,5 +187,4 @@ def chosen_attention(given: ChosenOperands, kernel: str = "auto") -> Tensor:
             "torch.func cannot transform landmarks that select keys, nor causal ones. Use torch.autograd, or an "
             "encoder with selected_keys=0."
         )
-    out: Tensor = _forward_operator(*given, kernel)[0]
-    return out
+    return _forward_operator(*given, kernel)[0]

@@ -133,9 +133,11 @@ def kernel_module(picked: str, form: str) -> Any:
     return importlib.import_module(f"{TABLE[picked].package}.{form}")
 
 
-def triton_module(name: str) -> Any:
-    """Imports a module of Triton kernels that serves no form of attention."""
-    return kernel_module("triton", name)
+def operator(name: str, schema: str, run: Callable[..., Any], fake: Callable[..., Any], *mutated: str) -> Any:
+    """Makes an operator of PyTorch, opaque to compilers; `fake` gives what `run` gives, for tensors without numbers."""
+    made = torch.library.custom_op(f"favor::{name}", run, mutates_args=mutated, schema=schema)
+    made.register_fake(fake)
+    return made
 
 
 def is_tracing(*tensors: Tensor) -> bool:
@@ -156,11 +158,6 @@ def is_exporting() -> bool:
 def has_shape_only(tensor: Tensor) -> bool:
     """Tells whether a tensor has no contents: one on "meta", or a fake one."""
     return is_fake(tensor) or (type(tensor) in _PLAIN and tensor.device.type == "meta")
-
-
-def read(condition: Tensor, otherwise: bool) -> bool:
-    """Reads a condition () on the contents of tensors; gives `otherwise` if they have none."""
-    return otherwise if has_shape_only(condition) else bool(condition)
 
 
 def check_not_scripted() -> None:

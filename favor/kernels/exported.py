@@ -87,12 +87,7 @@ def _sums(logits: Tensor, value: Tensor, top: Tensor) -> tuple[Tensor, Tensor, T
 
 
 def _outside(logits: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    """Gives log weight `[B, Hk, b, M]` and mean value `[..., dv]` of each feature over the keys of all other blocks.
-
-    Args:
-        logits: of the keys, `[B, Hk, b, C, M]`.
-        value: `[B, Hk, b, C, dv]`.
-    """
+    """Gives log weight `[B, Hk, b, M]` and mean value `[..., dv]` of each feature over the keys of all other blocks."""
     tops = logits.detach().amax(-2)
     first, holder = tops.max(2, keepdim=True)
     holds = torch.arange(tops.shape[2], device=tops.device).unsqueeze(-1) == holder

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise, product
-from typing import NamedTuple, TypedDict
+from typing import Any, NamedTuple, TypedDict
 
 import torch
 from torch import Tensor
@@ -66,7 +66,11 @@ class GeometryOptions(TypedDict, total=False):
     scale: float
 
 
-_OPTIONS = tuple(GeometryOptions.__annotations__)
+def check_known(options: Any, known: type[Any]) -> None:
+    """Raises a TypeError for options that a TypedDict does not name; those of a call are not checked by themselves."""
+    unknown = [name for name in options if name not in known.__annotations__]
+    if unknown:
+        raise TypeError(f"unknown options: {', '.join(unknown)}; known are {', '.join(known.__annotations__)}.")
 
 
 class Geometry(NamedTuple):
@@ -98,9 +102,7 @@ class Geometry(NamedTuple):
             TypeError: for an unknown option.
             ValueError: for a window that does not fit the inputs.
         """
-        unknown = [name for name in options if name not in _OPTIONS]
-        if unknown:
-            raise TypeError(f"unknown options: {', '.join(unknown)}; known are {', '.join(_OPTIONS)}.")
+        check_known(options, GeometryOptions)
         window, is_causal = options.get("window", 0), options.get("is_causal", False)
         if (window > 0) != (query_bias is not None) or window < 0:
             raise ValueError(f"window must be positive with a query_bias and 0 without, got {window}.")

@@ -15,7 +15,7 @@ from torch.utils.flop_counter import register_flop_formula
 from typing_extensions import Unpack
 
 from favor.kernels import exported
-from favor.kernels.dispatch import TABLE, is_exporting, is_transformed, kernel_module, pick, plain
+from favor.kernels.dispatch import TABLE, is_exporting, is_transformed, kernel_module, operator, pick, plain
 from favor.kernels.operands import Geometry, GeometryOptions, Gradients, Operands, Result
 
 # The arguments of an operator have to be flat; their order is that of saved graphs, and cannot change.
@@ -46,11 +46,7 @@ def _forward(*arguments: Any) -> Result:
         return kernel_module(picked, geometry.form).forward(operands, geometry)
 
 
-attention_forward = torch.library.custom_op("favor::linear_attention", _forward, mutates_args=(), schema=_FORWARD)
-
-
-@attention_forward.register_fake
-def _(*arguments: Any) -> Result:
+def _fake_forward(*arguments: Any) -> Result:
     operands, geometry = _bundled(arguments[:-1])
     picked = pick(arguments[-1], operands.query, operands.value)
     return Result.empty(geometry.form, operands, geometry, **TABLE[picked].result)
@@ -67,19 +63,16 @@ def _backward(grad: Tensor, *arguments: Any) -> Gradients:
         operands = operands._replace(**dict(zip(("query_directions", "key_directions"), rounded, strict=True)))
         picked = "torch"
     with torch.cuda.device_of(operands.query):
-        module = kernel_module(picked, geometry.form)
-        return module.backward(grad, operands, geometry, saved, for_directions)
+        return kernel_module(picked, geometry.form).backward(grad, operands, geometry, saved, for_directions)
 
 
-attention_backward = torch.library.custom_op(
-    "favor::linear_attention_backward", _backward, mutates_args=(), schema=_BACKWARD
-)
-
-
-@attention_backward.register_fake
-def _(grad: Tensor, *arguments: Any) -> Gradients:
+def _fake_backward(grad: Tensor, *arguments: Any) -> Gradients:
     operands, _ = _bundled((*arguments[:9], *arguments[13:-2]))
     return Gradients.empty(operands, for_directions=arguments[-2])
+
+
+attention_forward = operator("linear_attention", _FORWARD, _forward, _fake_forward)
+attention_backward = operator("linear_attention_backward", _BACKWARD, _backward, _fake_backward)
 
 
 def _products(*arguments: Any) -> tuple[int, int]:
@@ -249,5 +242,4 @@ def linear_attention(
     cu_q, cu_k, *options = form
     *tensors, query_bias = given.readable()
     inputs = (*tensors, cu_q, cu_k, query_bias, *options, kernel)
-    out: Tensor = (_Eager.apply(*inputs) if is_transformed() or plain(*tensors[:3]) else attention_forward(*inputs))[0]
-    return out
+    return (_Eager.apply(*inputs) if is_transformed() or plain(*tensors[:3]) else attention_forward(*inputs))[0]

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
-from favor.kernels.dispatch import is_tracing, kernel_module, pick
-from favor.kernels.operands import Operands
+from favor.kernels.dispatch import is_tracing, kernel_module, operator, pick
+from favor.kernels.operands import Operands, check_known
 
 _SPAN = 16  # tokens worked on together without a window: their pairwise weights take SPAN^2 M numbers per head
 # The arguments of an operator have to be flat; their order is that of saved graphs, and cannot change.
@@ -119,24 +119,23 @@ def decode(
     if query.shape[2] != 1 or key.shape[2] != 1:
         raise ValueError(f"decode takes one token at a time, got {query.shape[2]} queries and {key.shape[2]} keys.")
     *operands, _ = Operands(query, key, value, query_directions, key_directions, offset, key_bias).readable()
-    out: Tensor = _decode(*operands, state.log_weight, state.summary, kernel)
-    return out
+    return _decode(*operands, state.log_weight, state.summary, kernel)
 
 
 def _step(*arguments: Any) -> Tensor:
     query, _, value, *_, kernel = arguments
-    module = kernel_module(pick(kernel, query, value), "decode")
     with torch.cuda.device_of(query):
-        out: Tensor = module.decode(*arguments[:-1])
-    return out
+        return kernel_module(pick(kernel, query, value), "decode").decode(*arguments[:-1])
 
 
-_decode = torch.library.custom_op("favor::decode", _step, mutates_args=("log_weight", "summary"), schema=_DECODE)
-
-
-@_decode.register_fake
-def _(query: Tensor, key: Tensor, value: Tensor, *others: Any) -> Tensor:
-    return query.new_empty(*query.shape[:3], value.shape[-1])
+_decode = operator(
+    "decode",
+    _DECODE,
+    _step,
+    lambda query, key, value, *others: query.new_empty(*query.shape[:3], value.shape[-1]),
+    "log_weight",
+    "summary",
+)
 
 
 @dataclass
@@ -170,13 +169,7 @@ class StreamState:
     shown: int = 0
 
     def note(self, mask: Tensor | None, length: int, will_forget: bool) -> None:
-        """Notes which of the next tokens are padding.
-
-        Args:
-            mask: boolean `[B, length]`, False for padding; None without padding.
-            length: of the next piece.
-            will_forget: whether `shown` is needed, for which the mask of a piece is read.
-        """
+        """Notes which of the next `length` tokens are padding, by a mask `[B, length]`, read if `shown` is needed."""
         self.is_ragged = self.is_ragged or mask is not None
         self.tokens += length
         self.shown += length
@@ -198,20 +191,14 @@ class StreamState:
     def begin(
         self, key: Tensor, value: Tensor, key_directions: Tensor, key_bias: Tensor, window: int, kernel: str = "auto"
     ) -> None:
-        """Makes this the state after a prompt, whatever it was before.
-
-        Args:
-            key, value, key_directions, key_bias, window: as in `extend`.
-            kernel: "auto", "torch" or "triton".
-        """
+        """Makes this the state after a prompt, whatever it was before; the arguments are those of `extend`."""
         self.window = window
         if window and self.is_ragged and key.shape[2]:
             bias, self.block = _split((key, value, key_bias), window, key_directions.dtype)
-            past = [key, value, bias]
+            past = (key, value, bias)
         else:
             complete = key.shape[2] - key.shape[2] % window if window else key.shape[2]
-            past = [tensor[:, :, :complete] for tensor in (key, value, key_bias)]
-            rest = [tensor[:, :, complete:] for tensor in (key, value, key_bias)]
+            past, rest = zip(*(tensor.tensor_split([complete], 2) for tensor in (key, value, key_bias)), strict=True)
             self.block = _cleaned(rest[0], rest[1], rest[2], key_directions.dtype) if rest[0].shape[2] else ()
         self.memory = DecodeState.from_keys(past[0], past[1], key_directions, past[2], kernel=kernel)
 
@@ -310,10 +297,7 @@ def extend(
         >>> torch.allclose(torch.cat(pieces, dim=2), whole, atol=1e-5)
         True
     """
-    unknown = [name for name in options if name not in StreamOptions.__annotations__]
-    if unknown:
-        known = ", ".join(StreamOptions.__annotations__)
-        raise TypeError(f"unknown options: {', '.join(unknown)}; known are {known}.")
+    check_known(options, StreamOptions)
     window, scale, length = options.get("window", 0), options.get("scale", 1.0), query.shape[2]
     operands = Operands(query, key, value, query_directions, key_directions, offset, key_bias, query_bias)
     _prepare(state, operands, window)
@@ -330,15 +314,12 @@ def extend(
 
 
 def _prepare(state: StreamState, operands: Operands, window: int) -> None:
-    """Checks that a state fits the operands, begins one that is empty, and brings it to their type.
-
-    Raises:
-        ValueError: if the state was begun with other features, another batch or a longer window.
-    """
+    """Checks that a state fits the operands, begins one that is empty, and brings it to their type."""
     (batch, heads, *_), width = operands.key.shape, operands.value.shape[-1]
-    dtype, memory = operands.offset.dtype, state.memory
-    sizes = (batch, heads, operands.offset.shape[-1])
-    if memory is not None and (not isinstance(memory, DecodeState) or memory.log_weight.shape != sizes):
+    dtype, sizes = operands.offset.dtype, (batch, heads, operands.offset.shape[-1])
+    if state.memory is None:
+        state.memory = DecodeState.empty(*sizes, width, dtype=dtype, device=operands.key.device)
+    if not isinstance(state.memory, DecodeState) or state.memory.log_weight.shape != sizes:
         raise ValueError(
             "the state was begun with other features, another number of them or another batch; begin again with a new "
             "StreamState()."
@@ -348,10 +329,8 @@ def _prepare(state: StreamState, operands: Operands, window: int) -> None:
             f"the state holds {state.block[0].shape[2]} tokens of a block, so it was begun with a longer window than "
             f"{window}; begin again with a new StreamState()."
         )
-    if state.memory is not None and state.memory.log_weight.is_inference() and not torch.is_inference_mode_enabled():
+    if state.memory.log_weight.is_inference() and not torch.is_inference_mode_enabled():
         state.change(torch.clone)  # tensors made in inference mode cannot be changed in place outside of it
-    if state.memory is None:
-        state.memory = DecodeState.empty(*sizes, width, dtype=dtype, device=operands.key.device)
     if state.memory.log_weight.dtype != dtype:
         state.change(lambda tensor: tensor.to(dtype))
     state.window = window

@@ -76,7 +76,7 @@ def attend(family: Landmarks, query: Tensor, key: Tensor, value: Tensor, call: A
     if call.is_causal:
         options: Any = {"selected": call.selected_keys, "scale": call.scale, "kernel": call.kernel}
         if call.state is not None:
-            return kept.attention(query, key, value, counts[1], call.state, **options)
+            return kept.attention(query, key, value, counts[1], call.state, *options.values())
         return causal.attention(query, key, value, counts[1] - counts[0], **options)
     out = bidirectional.attention(
         query.unflatten(1, (key_heads, -1)).flatten(0, 1),

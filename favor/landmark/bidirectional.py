@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
 
 from favor.kernels.chosen import chosen_attention, log_left
-from favor.kernels.dispatch import is_exporting
+from favor.kernels.dispatch import is_exporting, operator
 from favor.kernels.exported import first_rows, in_blocks
 from favor.kernels.operands import ChosenOperands
 from favor.landmark.sorting import order_of
@@ -150,14 +150,7 @@ class Nodes:
 
     @classmethod
     def of(cls, key: Tensor, value: Tensor, lengths: Tensor, size: Tensor, number: int) -> Nodes:
-        """Sums up sorted keys.
-
-        Args:
-            key, value: `[N, S, d]` and `[N, S, dv]`; zeros behind those that count.
-            lengths: how many keys count, `[N]`.
-            size: r of each head, `[N]`.
-            number: of nodes.
-        """
+        """Sums up sorted keys `[N, S, d]` and values, zeros behind those that count, by lengths `[N]` and r, `[N]`."""
         precision, size = torch.promote_types(key.dtype, torch.float32), size.unsqueeze(-1)
         first = torch.arange(number, device=key.device) * size
         count = (lengths.unsqueeze(-1) - first).clamp(min=0).minimum(size).to(precision)
@@ -173,16 +166,8 @@ class Nodes:
         return cls(count, mean.to(key.dtype), mean_value.to(key.dtype), variance)
 
 
-def _choose(
-    blocks: Tensor,
-    lengths: Tensor,
-    mean: Tensor,
-    variance: Tensor,
-    count: Tensor,
-    size: Tensor,
-    selected: int,
-    most: int,
-) -> Tensor:
+def _choose(*given: Any) -> Tensor:
+    blocks, lengths, mean, variance, count, size, selected, most = given
     heads, lead, blocks, mean = count.shape[0], blocks.shape[:2], blocks.to(count.dtype), mean.to(count.dtype)
     place = torch.arange(lead[1] * blocks.shape[2], device=blocks.device).view(-1, blocks.shape[2])
     real = (place < lengths.view(-1, 1, 1)).to(blocks.dtype)
@@ -195,34 +180,20 @@ def _choose(
     return found.masked_fill((best == -torch.inf) | behind, -1).to(torch.int32).view(*lead, most)
 
 
-_choose_operator = torch.library.custom_op(
-    "favor::choose_nodes",
-    _choose,
-    mutates_args=(),
-    schema="(Tensor blocks, Tensor lengths, Tensor mean, Tensor variance, Tensor count, Tensor size, SymInt selected, "
+_choose_operator = operator(
+    "choose_nodes",
+    "(Tensor blocks, Tensor lengths, Tensor mean, Tensor variance, Tensor count, Tensor size, SymInt selected, "
     "SymInt most) -> Tensor",
+    _choose,
+    lambda blocks, *others: blocks.new_empty(*blocks.shape[:2], others[-1], dtype=torch.int32),
 )
-
-
-@_choose_operator.register_fake
-def _(blocks: Tensor, *others: Any) -> Tensor:
-    return blocks.new_empty(*blocks.shape[:2], others[-1], dtype=torch.int32)
 
 
 @torch.no_grad()
 def choose_nodes(blocks: Tensor, lengths: Tensor, nodes: Nodes, size: Tensor, selected: int, most: int) -> Tensor:
     """Chooses nodes for each block of queries by the logit of the mean key and its spread, at the mean of the block.
 
-    Args:
-        blocks: `[N G, Z, B, d]`.
-        lengths: how many queries count, `[N G]`.
-        nodes: of N heads.
-        size: keys of a node, `[N]`.
-        selected: K.
-        most: nodes that any head needs for K keys.
-
-    Returns:
-        Nodes, int32 `[N G, Z, most]`, best first; -1 at the end.
+    Blocks are `[N G, Z, B, d]`, of which `lengths` `[N G]` queries count; a node has `size` `[N]` keys. Gives nodes for
+    `selected` keys, int32 `[N G, Z, most]`, best first; -1 at the end.
     """
-    found: Tensor = _choose_operator(blocks, lengths, nodes.key, nodes.variance, nodes.count, size, selected, most)
-    return found
+    return _choose_operator(blocks, lengths, nodes.key, nodes.variance, nodes.count, size, selected, most)

@@ -63,11 +63,17 @@ def attention(
     Returns:
         `[B, H, L, dv]`.
     """
+    is_whole = query.shape[2] == key.shape[2]
+    past = torch.zeros_like(past) if is_whole else past
+    return read_past(past_of(query, key, value, past, is_whole), query, past, is_whole, selected, scale, kernel)
+
+
+def past_of(query: Tensor, key: Tensor, value: Tensor, past: Tensor, is_whole: bool) -> Past:
+    """Gathers what queries read of tokens that are all at hand; the arguments are those of `attention`."""
     batch, heads, length, width = query.shape
-    is_whole, slots = length == key.shape[2], (key.shape[2] + STEP - 1) // STEP
+    slots = (key.shape[2] + STEP - 1) // STEP
     with torch.no_grad():
         if is_whole:
-            past = torch.zeros_like(past)
             samples = in_blocks(query, STEP)[..., 0, :] if is_exporting() else query[:, :, ::STEP]
             voting = _first(query, BLOCK, STEP)
         else:
@@ -82,8 +88,7 @@ def attention(
         index = indexed(key, kept)
     precision = torch.promote_types(key.dtype, torch.float32)
     far_key, far_value = (in_blocks(tensor, SECTION).sum(3, dtype=precision) for tensor in (key, value))
-    known = Past(key, value, far_key, far_value, samples, kept, index)
-    return read_past(known, query, past, is_whole, selected, scale, kernel)
+    return Past(key, value, far_key, far_value, samples, kept, index)
 
 
 def _first(rows: Tensor, number: int, step: int = 1) -> Tensor:
@@ -170,18 +175,10 @@ def votes(known: Past, place: Tensor, selected: int, kernel: str) -> Tensor:
 def read_blocks(
     known: Past, blocks: Tensor, start: Tensor, seen: Tensor, shared: Tensor, scale: float, kernel: str
 ) -> Tensor:
-    """Attends with blocks of queries to what they choose, their own sections and the means of all earlier ones.
+    """Attends with blocks to what they choose, their own sections and the means of all earlier ones, `[N, Z, R, dv]`.
 
-    Args:
-        known: what they read.
-        blocks: `[N, Z, R, d]`.
-        start: place of the first query, `[B]`.
-        seen: keys in closed sections before each block, `[B, Z]`.
-        shared: what the blocks chose, int32 `[N, Z, K]`.
-        scale, kernel: as for `attention`.
-
-    Returns:
-        `[N, Z, R, dv]`.
+    Blocks are `[N, Z, R, d]`, with their first query at place `start` `[B]`; they see `seen` `[B, Z]` keys in closed
+    sections before them, and chose `shared`, int32 `[N, Z, K]`.
     """
     heads, sections = known.samples.shape[1], known.far_key.shape[2]
     limit = per_head(seen, heads)

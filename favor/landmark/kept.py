@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,7 +12,7 @@ from torch.nn.functional import pad
 from favor.kernels import StreamState
 from favor.kernels.dispatch import on_cpu
 from favor.landmark import causal
-from favor.landmark.causal import BLOCK, PART, SECTION, STEP, Past
+from favor.landmark.causal import BLOCK, SECTION, STEP, Past
 
 
 @dataclass
@@ -27,27 +28,21 @@ class Kept(Past):
     shared: Tensor
 
     @classmethod
-    def empty(cls, query: Tensor, key: Tensor, value: Tensor) -> Kept:
-        """Makes room for nothing, in the types of tokens `[B, H, L, d]`."""
-        batch, heads, _, width = query.shape
-        rank, precision = max(width // PART, 1), torch.promote_types(key.dtype, torch.float32)
-        return cls(
-            length=torch.zeros(batch, dtype=torch.int64, device=key.device),
-            key=key[:, :, :0],
-            value=value[:, :, :0],
-            far_key=key[:, :, :0].to(precision),
-            far_value=value[:, :, :0].to(precision),
-            samples=torch.zeros_like(query[:, :, :1]),
-            coordinates=torch.arange(rank, device=key.device).expand(batch, heads, rank).contiguous(),
-            index=query[:, :, :0, :rank],
-            shared=torch.empty(batch, heads, 0, dtype=torch.int32, device=key.device),
-        )
+    def of(cls, past: Past, length: Tensor) -> Kept:
+        """Copies what the first tokens leave behind, of which `length` `[B]` are no padding."""
+        shared = torch.empty(*past.samples.shape[:2], 0, dtype=torch.int32, device=length.device)
+        kept = cls(**{name: table.detach() for name, table in vars(past).items()}, length=length, shared=shared)
+        kept.samples = pad(kept.samples, (0, 0, 0, 1))
+        kept._add(-kept.key.shape[2] % SECTION)
+        return kept
 
     def grow(self, tokens: int) -> None:
         """Makes room for so many tokens in all."""
         missing = -(-tokens // SECTION) * SECTION - self.key.shape[2]
-        if missing <= 0:
-            return
+        if missing > 0:
+            self._add(missing)
+
+    def _add(self, missing: int) -> None:
         steps = {"key": 1, "value": 1, "index": 1, "samples": STEP, "far_key": SECTION, "far_value": SECTION}
         for name, step in steps.items():
             setattr(self, name, pad(getattr(self, name), (0, 0, 0, missing // step)))
@@ -58,24 +53,18 @@ class Kept(Past):
         self.index = causal.indexed(self.key, self.coordinates)
 
     def append(self, query: Tensor, key: Tensor, value: Tensor, counts: Tensor) -> Tensor:
-        """Writes tokens `[B, H or Hk, L, .]` behind the others, the first `counts` `[B]` of which are no padding.
+        """Writes tokens `[B, H or Hk, L, .]` behind the others, and gives their places `[B, L]`.
 
-        Their coordinates are still missing in the index.
-
-        Returns:
-            The place of each, `[B, L]`.
+        The first `counts` `[B]` are no padding, which is zeros. Their coordinates are still missing in the index.
         """
-        step = torch.arange(key.shape[2], device=key.device)
-        place = self.length.unsqueeze(1) + step
+        place = self.length.unsqueeze(1) + torch.arange(key.shape[2], device=key.device)
         causal.write(self.key, place, key)
         causal.write(self.value, place, value)
         slot = torch.where(place % STEP == 0, place // STEP, self.samples.shape[2] - 1)
         causal.write(self.samples, slot, query)
-        there = (step < counts.unsqueeze(1))[:, None, :, None]
         section = (place // SECTION)[:, None, :, None]
         for sums, rows in ((self.far_key, key), (self.far_value, value)):
-            weighted = rows.to(sums.dtype) * there
-            sums.scatter_add_(2, section.expand(-1, *rows.shape[1:2], -1, rows.shape[3]), weighted)
+            sums.scatter_add_(2, section.expand(-1, *rows.shape[1:2], -1, rows.shape[3]), rows.to(sums.dtype))
         self.length = self.length + counts
         return place
 
@@ -97,59 +86,36 @@ class Kept(Past):
         self.shared = self.shared[:, :, :0]
 
 
-def attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    counts: Tensor,
-    state: StreamState,
-    *,
-    selected: int,
-    scale: float,
-    kernel: str,
-) -> Tensor:
+def attention(query: Tensor, key: Tensor, value: Tensor, counts: Tensor, state: StreamState, *options: Any) -> Tensor:
     """Computes causal attention of the tokens that come after those of a state, which is changed in place.
 
-    Args:
-        query: `[B, H, L, d]`.
-        key, value: `[B, Hk, L, d]`, `[B, Hk, L, dv]`, of the same tokens.
-        counts: how many of the first tokens are no padding, int64 `[B]`.
-        state: what earlier tokens left. Only the first piece gets gradients.
-        selected, scale, kernel: as for `favor.landmark.causal.attention`.
-
-    Returns:
-        `[B, H, L, dv]`.
-
-    Raises:
-        ValueError: if the state was begun with other options or another batch.
+    Tensors are those of `favor.landmark.causal.attention`, of the same tokens, and `counts`, int64 `[B]`: how many of
+    the first are no padding, which is zeros. Options are selected, scale and kernel. Only the first piece has a graph.
+    Raises a ValueError if the state was begun with other options or another batch.
     """
-    begun, length = state.memory, query.shape[2]
-    kept = _checked(begun, query, key, value, state)
-    if begun is None:
-        out = causal.attention(query, key, value, kept.length, selected=selected, scale=scale, kernel=kernel)
+    if state.memory is None:
+        past = torch.zeros_like(counts)
+        known = causal.past_of(query, key, value, past, True)
+        state.memory = Kept.of(known, counts)
+        return causal.read_past(known, query, past, True, *options)
+    kept, length = _checked(query, key, value, state), query.shape[2]
     with torch.no_grad():
         kept.grow(state.tokens)
-        place = kept.append(query.detach(), key.detach(), value.detach(), counts)
+        place = kept.append(query, key, value, counts)
         # The first 64 tokens decide; shorter rows of a batch may have had fewer until now.
         before = state.tokens - length
-        if begun is None or ((state.is_ragged or before < BLOCK) and state.tokens // BLOCK > before // BLOCK):
+        if (state.is_ragged or before < BLOCK) and state.tokens // BLOCK > before // BLOCK:
             kept.find_coordinates()
         else:
-            causal.write(kept.index, place, causal.indexed(key.detach(), kept.coordinates))
-        if begun is None or length > 1:
-            kept.shared = kept.shared[:, :, :0]
-        if begun is not None and length == 1:
-            out = _one(kept, query, place[:, 0], state, selected, scale, kernel)
-        elif begun is not None:
-            out = causal.read_past(kept, query, place[:, 0], False, selected, scale, kernel)
-    state.memory = kept
-    return out
+            causal.write(kept.index, place, causal.indexed(key, kept.coordinates))
+        if length == 1:
+            return _one(kept, query, place[:, 0], state, *options)
+        kept.shared = kept.shared[:, :, :0]
+        return causal.read_past(kept, query, place[:, 0], False, *options)
 
 
-def _checked(begun: object, query: Tensor, key: Tensor, value: Tensor, state: StreamState) -> Kept:
-    if begun is None:
-        return Kept.empty(query.detach(), key.detach(), value.detach())
-    sizes = (query.shape[:2], key.shape[:2], query.shape[3], value.shape[3])
+def _checked(query: Tensor, key: Tensor, value: Tensor, state: StreamState) -> Kept:
+    begun, sizes = state.memory, (query.shape[:2], key.shape[:2], query.shape[3], value.shape[3])
     if isinstance(begun, Kept):
         known = (begun.samples.shape[:2], begun.key.shape[:2], begun.key.shape[3], begun.value.shape[3])
     if not isinstance(begun, Kept) or known != sizes:

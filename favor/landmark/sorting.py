@@ -9,12 +9,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from favor.kernels.dispatch import is_exporting
+from favor.kernels.dispatch import is_exporting, operator
 
 SAMPLED = 64  # rows of the other side whose logits say what is alike
 CENTRES = 256
 _ROWS = 2**10  # compared with the centres at a time
-_FACTS = "(Tensor rows, Tensor others, Tensor lengths, Tensor other_lengths) -> Tensor"
 
 
 @torch.no_grad()
@@ -30,9 +29,7 @@ def order_of(rows: Tensor, others: Tensor, lengths: Tensor, other_lengths: Tenso
     Returns:
         Places of rows among those of all heads, int64 `[N L]`: row r of head n is at n L + r.
     """
-    sort = _sort if is_exporting() else _order
-    found: Tensor = sort(rows, others, lengths, other_lengths)
-    return found
+    return (_sort if is_exporting() else _order)(rows, others, lengths, other_lengths)
 
 
 def _spaced(lengths: Tensor, number: int) -> Tensor:
@@ -107,9 +104,9 @@ def _splits(points: Tensor) -> Tensor:
     return order
 
 
-_order = torch.library.custom_op("favor::order_by_logits", _sort, mutates_args=(), schema=_FACTS)
-
-
-@_order.register_fake
-def _(rows: Tensor, others: Tensor, lengths: Tensor, other_lengths: Tensor) -> Tensor:
-    return rows.new_empty(rows.shape[0] * rows.shape[1], dtype=torch.int64)
+_order = operator(
+    "order_by_logits",
+    "(Tensor rows, Tensor others, Tensor lengths, Tensor other_lengths) -> Tensor",
+    _sort,
+    lambda rows, *others: rows.new_empty(rows.shape[0] * rows.shape[1], dtype=torch.int64),
+)

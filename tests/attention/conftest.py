@@ -5,12 +5,8 @@ from own_family import OppositePairs, registered
 from small_sections import set_small_sections
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _own_family():
+@pytest.fixture(autouse=True)
+def _own_family_and_small_sections(monkeypatch):
+    set_small_sections(monkeypatch)
     with registered(OppositePairs):
         yield
-
-
-@pytest.fixture(autouse=True)
-def _small_sections(monkeypatch):
-    set_small_sections(monkeypatch)

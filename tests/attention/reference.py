@@ -9,9 +9,9 @@ from favor import features
 from favor.attention.directions import Draw, directions
 
 # "@" and a number: with exact blocks of so many tokens, where attention has such blocks. "+" and a number: with so many
-# selected keys. The definition of landmarks is in tests/landmark.
+# selected keys; "alone": each query chooses them for itself. The definition of landmarks is in tests/landmark.
 POSITIVE = ["pos", "gerf", "saderf", "aderf", "sderf", "cderf", "wderf", "opposite", "pos@8", "wderf@16"]
-SOFTMAX = [*POSITIVE, "landmark+0", "landmark+6"]
+SOFTMAX = [*POSITIVE, "landmark+0", "landmark+6", "landmark+6 alone"]
 FAMILIES = [*SOFTMAX, "trig", "relu", "elu"]
 NUM_FEATURES = 20
 
@@ -37,7 +37,8 @@ def family_and_window(name, query, key, is_causal):
 def attend(*tensors, name, mask=None, num_features=NUM_FEATURES, **options):
     """`favor_attention` for an entry of the list above."""
     if "+" in name:
-        options = {"selected_keys": int(name.partition("+")[2])} | options
+        name, *alone = name.split()
+        options = {"selected_keys": int(name.partition("+")[2]), "use_statistics": not alone} | options
     name, window = family_and_window(name, *tensors[:2], options.get("is_causal", False))
     return favor.favor_attention(
         *tensors, features=name, window=window, num_features=num_features, key_padding_mask=mask, **options

@@ -1,4 +1,4 @@
-"""`torch.func` over attention: grad, vjp, vmap, jacrev and gradients of single samples, against autograd."""
+"""`torch.func` over attention: grad, vmap, jacrev and gradients of single samples, against autograd."""
 
 import pytest
 import torch
@@ -7,7 +7,6 @@ import favor
 from favor.features import Parameters
 
 FAMILIES = ["pos", "gerf", "saderf", "aderf", "sderf", "cderf", "wderf", "trig", "relu", "elu"]
-POSITIVE = ["pos", "wderf"]
 # PyTorch has no batching rules for its own fused attention, which landmarks use, and says so.
 pytestmark = pytest.mark.filterwarnings(
     "ignore:.*would let its tokens see later ones:UserWarning", "ignore:There is a performance drop:UserWarning"
@@ -20,10 +19,8 @@ def tensors(*shapes):
 
 
 def padding():
-    mask = torch.ones(3, 20, dtype=torch.bool)
-    mask[1, 13:] = False
-    mask[2, :5] = False
-    return mask
+    place = torch.arange(20)
+    return torch.stack([place >= 0, place < 13, place >= 5])
 
 
 def loss(query, key, value, mask=None, **options):
@@ -43,7 +40,7 @@ CASES = [
     *((name, {}) for name in FAMILIES),
     *((name, {"is_causal": True}) for name in ("pos", "relu")),
     ("landmark", {"selected_keys": 0}),
-    *((name, {"window": 4, "is_causal": causal}) for name in POSITIVE for causal in (False, True)),
+    *((name, {"window": 4, "is_causal": causal}) for name in ("pos", "wderf") for causal in (False, True)),
 ]
 
 
@@ -60,7 +57,7 @@ def test_grad_and_gradients_of_single_samples(features, options, masked):
     torch.testing.assert_close(alone, wanted, rtol=1e-6, atol=1e-8)
 
 
-def test_vjp_and_jacrev():
+def test_jacrev():
     inputs = tensors((1, 2), (1, 2), (1, 2))
 
     def attend(*args):
@@ -70,8 +67,6 @@ def test_vjp_and_jacrev():
     rows = [torch.autograd.grad(number, leaves, retain_graph=True) for number in attend(*leaves)]
     wanted = tuple(torch.stack(parts) for parts in zip(*rows, strict=True))
     torch.testing.assert_close(torch.func.jacrev(attend, argnums=(0, 1, 2))(*inputs), wanted)
-    out, pull = torch.func.vjp(attend, *inputs)
-    torch.testing.assert_close(pull(torch.ones_like(out)), tuple(rows.sum(0) for rows in wanted))
 
 
 def test_vmap_over_values_alone_and_over_parameters():

@@ -1,8 +1,9 @@
 """The table of families that every test of features runs through, and formulas written out as in the paper."""
 
 import math
-from dataclasses import dataclass
+from functools import partial
 
+import pytest
 import torch
 from own_family import OppositePairs
 
@@ -21,33 +22,23 @@ def general_derf(alpha: float = 0.0) -> features.DERF:
     return features.DERF(A, B1, B2, alpha=alpha)
 
 
-@dataclass
-class Family:
-    """A positive family under a name for test reports."""
-
-    name: str
-    make: object
-
-    def __call__(self, **options: object) -> features.PositiveFeatures:
-        return self.make(**options)
-
-
-POSITIVE = [
-    Family("pos", features.PosRF),
-    Family("gerf", features.GERF),
-    Family("saderf", features.SADERF),
-    Family("aderf", features.ADERF),
-    Family("sderf", features.SDERF),
-    Family("sderf-cholesky", lambda **options: features.SDERF(factorization="cholesky", **options)),
-    Family("sderf-newton_schulz", lambda **options: features.SDERF(factorization="newton_schulz", **options)),
-    Family("aderf-newton_schulz", lambda **options: features.ADERF(factorization="newton_schulz", **options)),
-    Family("derf", general_derf),
-    Family("cderf", features.CDERF),
-    Family("cderf-cholesky", lambda **options: features.CDERF(factorization="cholesky", **options)),
-    Family("wderf", features.WDERF),
-    Family("opposite", OppositePairs),
-    Family("wderf-cholesky", lambda **options: features.WDERF(factorization="cholesky", **options)),
-]
+POSITIVE = {
+    "pos": features.PosRF,
+    "gerf": features.GERF,
+    "saderf": features.SADERF,
+    "aderf": features.ADERF,
+    "aderf-newton_schulz": partial(features.ADERF, factorization="newton_schulz"),
+    "sderf": features.SDERF,
+    "sderf-cholesky": partial(features.SDERF, factorization="cholesky"),
+    "sderf-newton_schulz": partial(features.SDERF, factorization="newton_schulz"),
+    "derf": general_derf,
+    "cderf": features.CDERF,
+    "cderf-cholesky": partial(features.CDERF, factorization="cholesky"),
+    "wderf": features.WDERF,
+    "wderf-cholesky": partial(features.WDERF, factorization="cholesky"),
+    "opposite": OppositePairs,
+}
+each_family = pytest.mark.parametrize("family", POSITIVE.values(), ids=POSITIVE)
 
 
 def data(length: int = 6, other: int = 5, scale: float = 0.35, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:

@@ -61,23 +61,20 @@ class Call:
 
     @property
     def family(self) -> Any:
-        """What `features=` is given."""
         options = {} if self.factorization == "auto" else {"factorization": self.factorization}
         return get(self.features, **options)
 
     @property
     def type(self) -> torch.dtype:
-        """Type of the tensors."""
         return getattr(torch, self.dtype)
 
     @property
     def is_self(self) -> bool:
-        """Whether every query is the token of a key: the last ones, if there are more keys."""
+        # Every query is the token of a key: the last ones, if there are more keys.
         return self.is_causal or self.length == self.keys
 
     @property
     def lengths(self) -> tuple[int, int]:
-        """Number of queries and of keys."""
         if self.packed:
             return sum(pair[0] for pair in self.packed), sum(pair[1] for pair in self.packed)
         return self.length, self.keys
@@ -104,11 +101,6 @@ class Call:
         return scale * self.query_norm * self.key_norm
 
     @property
-    def averages(self) -> bool:
-        """Whether an output is a mean of values, with weights that are not negative."""
-        return self.features != "trig"
-
-    @property
     def is_exact(self) -> bool:
         """Whether it has to equal softmax attention."""
         keys = self.lengths[1]
@@ -132,7 +124,6 @@ class Call:
         return torch.stack([~hidden[name] for name in self.padding])
 
     def tensors(self) -> list[Tensor]:
-        """Query, key and value."""
         generator = torch.Generator().manual_seed(self.seed)
         (rows, columns), batch = self.lengths, len(self.padding)
 
@@ -166,7 +157,6 @@ class Call:
         return options
 
     def _parameters(self, seed: int) -> Parameters:
-        """Well-behaved matrices and shifts of every key head."""
         generator = torch.Generator().manual_seed(seed)
         shape = (self.key_heads, self.dim, self.dim)
         noise = [0.1 * torch.randn(shape, generator=generator, dtype=torch.float64) for _ in range(2)]
@@ -223,9 +213,7 @@ def draw(choose: Choose) -> Call:
         scale=choose((None, None, None, 1.0, 0.01)),
         factorization=choose(("auto", "auto", *family.factorizations)) if len(family.factorizations) > 1 else "auto",
         use_statistics=choose((True, True, True, False)),
-        given=(choose((False,) * 5 + (True,)), choose((False,) * 9 + (True,)))
-        if family.takes_parameters
-        else (False,) * 2,
+        given=tuple(family.takes_parameters and choose((False,) * often + (True,)) for often in (5, 9)),
         selected=choose((0, 16, 8, 256, 1, 5)) if family.selects_keys else 0,
         pieces=choose((0, 2, 3, 5, length)) if can_stream else choose((0,) * 30 + (2,)),
         seed=choose(range(1000)),

@@ -34,7 +34,7 @@ MODELS: dict[str, Callable[[], Any]] = {
 }
 # (backend, features)
 FAMILIES = (("favor+", None), ("landmark", None), ("favor#", "wderf"), ("favor#", "sderf"), ("favor++", None))
-WAYS = ("pieces", "greedy", "beams", "samples", "conversation", "steps")
+WAYS = ("pieces", "greedy", "beams", "samples", "conversation")
 SELECTED = (8, 4, 12, 16, 9, 64, 1, 0)
 STEPS = ("read", "read", "read", "forget", "forget", "leave", "reorder", "select", "repeat", "copy", "pickle")
 _TOLERANCE = {"float64": 1e-6, "float32": 5e-3, "bfloat16": 0.3}
@@ -42,37 +42,26 @@ _TOLERANCE = {"float64": 1e-6, "float32": 5e-3, "bfloat16": 0.3}
 
 @dataclass(frozen=True)
 class Generation:
-    """One run; every default is the simplest value.
-
-    Attributes:
-        lengths: real tokens of each row of the batch, which is padded at the left.
-        pieces: into how many pieces the prompt is cut; of "pieces" only.
-        steepness: factor of the keys, whose logits and features it makes large.
-        selected: keys that landmarks select, which have no window.
-        steps: after the prompt; what is done, and a number of tokens, rows or repetitions.
-    """
+    """One run; every default is the simplest value."""
 
     model: str = "llama"
     family: tuple[str, str | None] = ("favor+", None)
     way: str = "pieces"
-    lengths: tuple[int, ...] = (5,)
-    pieces: int = 1
+    lengths: tuple[int, ...] = (5,)  # real tokens of each row of the batch, which is padded at the left
+    pieces: int = 1  # of the prompt
     num_features: int = 8
     window: int = 0
     new_tokens: int = 2
-    steepness: float = 1.0
+    steepness: float = 1.0  # factor of the keys, whose logits and features it makes large
     dtype: str = "float64"
     seed: int = 0
     selected: int = 8
-    steps: tuple[tuple[str, int], ...] = ()
+    steps: tuple[tuple[str, int], ...] = ()  # after the prompt, each with a number of tokens, rows or repetitions
 
 
 def draw(choose: Callable[[Sequence[Any]], Any]) -> Generation:
     """A run; `choose` takes one of several values."""
-    way, longest = choose(WAYS), choose((5, 9, 17, 40, 70, 130, 140))
-    if way == "steps":
-        return draw_steps(choose)
-    rows = choose((1, 2, 3))
+    way, longest, rows = choose(WAYS), choose((5, 9, 17, 40, 70, 130, 140)), choose((1, 2, 3))
     return Generation(
         model=choose(tuple(MODELS)),
         family=choose(FAMILIES),
@@ -107,18 +96,13 @@ def draw_steps(choose: Callable[[Sequence[Any]], Any]) -> Generation:
     )
 
 
-def check(call: Generation) -> bool:
-    """Runs the model with and without a cache.
-
-    Raises:
-        AssertionError: saying what differs. Any other error is one of the library.
-    """
+def check(call: Generation) -> None:
+    """Runs the model with and without a cache; an AssertionError says what differs."""
     with warnings.catch_warnings(), torch.no_grad():
         warnings.filterwarnings("ignore", ".*parameters from this sequence")
         model, inputs = _model(call), _prompt(call)
         checks = {"pieces": _check_pieces, "conversation": _check_conversation, "steps": _check_steps}
         checks.get(call.way, _check_generate)(call, model, inputs)
-    return True
 
 
 def _model(call: Generation) -> PreTrainedModel:
@@ -154,12 +138,7 @@ def _check_pieces(call: Generation, model: PreTrainedModel, inputs: dict[str, Te
 
 @dataclass
 class _Tokens:
-    """The tokens that a cache holds, and how many of the last ones it can forget.
-
-    Attributes:
-        ids, mask: `[B, T]`.
-        is_kept: whether the cache keeps all keys.
-    """
+    """The tokens `[B, T]` that a cache holds, and how many of the last ones it can forget if it keeps all keys."""
 
     ids: Tensor
     mask: Tensor

@@ -40,6 +40,8 @@ def drawn(draw: Callable[..., Any]) -> st.SearchStrategy[Any]:
 @example(Call(length=100, keys=100, padding=("left",), is_causal=True, query_norm=36.0, key_norm=100.0))
 # Token by token, with padding between them: hidden queries choose nothing for those after them in their block.
 @example(Call("landmark", 80, 80, ("every second",), is_causal=True, dtype="float64", selected=8, pieces=80))
+@example(Call("landmark", 200, 200, dtype="bfloat16", query_norm=1e3, key_norm=1e3, selected=16))
+@example(Call("landmark", 200, 200, is_causal=True, query_norm=1e3, key_norm=1e3, selected=16))
 def test_attention(call):
     invariants.check(call)
 

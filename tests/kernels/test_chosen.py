@@ -1,7 +1,10 @@
 """Chosen keys of both kernels against a formula over all pairs in float64, and the choice against brute force."""
 
+from functools import partial
+
 import pytest
 import torch
+from torch.utils._device import device_decorator
 
 from favor.kernels.chosen import choose, chosen_attention, log_left
 from favor.kernels.operands import ChosenOperands
@@ -20,17 +23,10 @@ CASES = [
     {"rows": 40, "means": 40, "seen": (0, 3)},
     {"chosen": 4, "owns": 1, "run": 2, "means": 3, "seen": (21,), "heads": (1, 1), "width": 256, "value_width": 80},
 ]
+on_cpu = partial(device_decorator, torch.device("cpu"))
 both_kernels = pytest.mark.parametrize("kernel", ["torch", "triton"])
 of_causal_layers_and_encoders = pytest.mark.parametrize("options", [CAUSAL, RUNS], ids=["causal", "encoder"])
 pytestmark = pytest.mark.usefixtures("poisoned")
-
-
-def on_cpu(function):
-    def run(*args, **options):
-        with torch.device("cpu"):
-            return function(*args, **options)
-
-    return run
 
 
 @on_cpu
@@ -265,12 +261,3 @@ def test_what_a_block_chose_is_taken_from_the_means(run, span, keys):
         torch.testing.assert_close(
             found[0, block], torch.bincount(torch.tensor(left) // span, minlength=number).double()
         )
-
-
-def test_torch_takes_them_for_operators():
-    given = problem(**SMALL, first=(0,), keys=32)
-    torch.library.opcheck(torch.ops.favor.chosen_attention.default, (*given, "torch"))
-    facts = (given.query, given.key, given.seen, given.shared, 4, "torch")
-    torch.library.opcheck(torch.ops.favor.choose_keys.default, facts)
-    facts = (given.shared, given.seen, given.run, given.run * 8, 4, torch.float32)
-    torch.library.opcheck(torch.ops.favor.log_of_keys_left.default, facts)

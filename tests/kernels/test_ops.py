@@ -1,7 +1,9 @@
 """The operators, and which kernel they run."""
 
 import logging
+import math
 from types import SimpleNamespace
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ from truth import attention, gradients, make_inputs
 import favor
 from favor.kernels import dispatch, linear_attention
 from favor.kernels.gpu import common as triton_common
+from favor.kernels.naive import naive_linear_attention
 from favor.kernels.operands import Gradients, Operands
 from favor.kernels.ops import attention_backward, attention_forward
 
@@ -136,14 +139,6 @@ def test_second_derivatives_are_refused():
         slope.square().sum().backward()
 
 
-def test_attention_maps_over_a_new_dimension():
-    query, *others = [t.float() for t in make_inputs(9, groups=2)]
-    queries = torch.stack([query, 2 * query])
-    mapped = torch.vmap(lambda one: linear_attention(one, *others))(queries)
-    for one, expected in zip(mapped, queries, strict=True):
-        torch.testing.assert_close(one, linear_attention(expected, *others))
-
-
 @interpreted
 @both
 def test_gradients_in_half_precision_do_not_depend_on_whose_are_asked_for(is_causal):
@@ -160,41 +155,43 @@ def test_gradients_in_half_precision_do_not_depend_on_whose_are_asked_for(is_cau
         assert (fixed - trained).float().norm() <= 8e-3 * fixed.float().norm()
 
 
+@pytest.fixture
+def fresh():
+    """Forgets what is known of this machine, after each change and at the end."""
+    yield dispatch._triton_problem.cache_clear
+    dispatch._triton_problem.cache_clear()
+
+
 @interpreted
-def test_kernels_are_reported(monkeypatch):
+def test_kernels_are_reported(monkeypatch, fresh):
     # The tests switch Triton's interpreter on.
     assert favor.kernels.available() == {"torch": "available", "triton": "available", "auto": "torch"}
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    dispatch._triton_problem.cache_clear()
+    fresh()
     assert "CUDA" in favor.kernels.available()["triton"]
-    small = SimpleNamespace(shared_memory_per_block_optin=99 * 1024)
-    with monkeypatch.context() as patch:
-        patch.setattr(torch.cuda, "is_available", lambda: True)
-        patch.setattr(torch.cuda, "device_count", lambda: 1)
-        patch.setattr(torch.cuda, "get_device_properties", lambda index: small)
-        dispatch._triton_problem.cache_clear()
-        assert "99 KB of shared memory" in favor.kernels.available()["triton"]
-        small.shared_memory_per_block_optin = 163 * 1024
-        dispatch._triton_problem.cache_clear()
-        assert favor.kernels.available()["auto"] == "triton"
+    gpu = SimpleNamespace()
+    replaced = {"is_available": lambda: True, "device_count": lambda: 1, "get_device_properties": lambda index: gpu}
+    for size, name, answer in ((99, "triton", "99 KB of shared memory"), (163, "auto", "triton")):
+        gpu.shared_memory_per_block_optin = size * 1024
+        fresh()
+        with patch.multiple(torch.cuda, **replaced):
+            assert answer in favor.kernels.available()[name]
     monkeypatch.setattr(dispatch.importlib.util, "find_spec", lambda name: None)
-    dispatch._triton_problem.cache_clear()
+    fresh()
     assert "pip install triton" in favor.kernels.available()["triton"]
-    dispatch._triton_problem.cache_clear()
 
 
 @interpreted
-def test_a_kernel_that_cannot_run_is_refused(monkeypatch):
+def test_a_kernel_that_cannot_run_is_refused(monkeypatch, fresh):
     inputs = make_inputs(5)
     with pytest.raises(ValueError, match=r'kernel="triton" cannot run: .*float64'):
         linear_attention(*inputs, kernel="triton")
     with pytest.raises(ValueError, match="kernel must be one of 'auto', 'torch', 'triton'; got 'cuda'"):
         linear_attention(*inputs, kernel="cuda")
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    dispatch._triton_problem.cache_clear()
+    fresh()
     with pytest.raises(ValueError, match="the tensors are on cpu"):
         linear_attention(*(t.float() for t in inputs), kernel="triton")
-    dispatch._triton_problem.cache_clear()
     with pytest.raises(ValueError, match="relu features have no Triton kernel"):
         favor.favor_attention(*inputs[:3], features="relu", kernel="triton")
 
@@ -222,3 +219,59 @@ def test_choices_are_timed_where_the_work_is_worth_it():
 def test_sequences_are_cut_until_the_device_is_full(programs, length, pieces):
     """132 multiprocessors with two programs each, of which up to 5 % may be idle; pieces of 256 tokens or more."""
     assert triton_common.split_count(programs, length, 264) == pieces
+
+
+# The definition itself, against loops over pairs of tokens and features that share nothing with it.
+TWO = torch.tensor([0, 2, 6], dtype=torch.int32)
+
+
+def weigh(operands, head, i, j, past, options):
+    """How much query i, the (past + i)-th token, weighs key j."""
+    query, key, _, query_directions, key_directions, offset, key_bias, query_bias = operands
+    if math.isinf(key_bias[0, head // 2, j]) or (options.get("is_causal") and j > past + i):
+        return 0.0
+    q, k = query[0, head, i].tolist(), key[0, head // 2, j].tolist()
+    if "window" in options and (past + i) // options["window"] == j // options["window"]:
+        return math.exp(options["scale"] * sum(a * b for a, b in zip(q, k, strict=True)))
+    total = 0.0
+    for m in range(offset.shape[2]):
+        uq, uk = (t[0, head // 2, m].tolist() for t in (query_directions, key_directions))
+        dots = sum(a * b for a, b in zip([*q, *k], [*uq, *uk], strict=True))
+        total += math.exp(dots + offset[0, head // 2, m] + key_bias[0, head // 2, j])
+    return total * (1.0 if query_bias is None else math.exp(query_bias[0, head, i]))
+
+
+def by_loops(operands, options):
+    query, key, value = operands[:3]
+    out, past = torch.zeros(1, 4, query.shape[2], value.shape[3], dtype=torch.float64), key.shape[2] - query.shape[2]
+    for head in range(4):
+        for i in range(query.shape[2]):
+            weights = [weigh(operands, head, i, j, past, options) for j in range(key.shape[2])]
+            for j, own in enumerate(weights):
+                out[0, head, i] += own / (sum(weights) or 1.0) * value[0, head // 2, j]
+    return out
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize(("is_causal", "window"), [(False, 0), (True, 0), (False, 3), (True, 3)])
+def test_pairs_and_features_one_by_one(is_causal, window, packed):
+    keys = 6 if packed or not is_causal else 8
+    inputs = make_inputs(6, keys, dim=3, value_dim=2, features=4, groups=2)
+    inputs[6][0, 0, 1] = inputs[6][0, 1, :2] = -torch.inf
+    bias = torch.randn(1, 4, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(3)) if window else None
+    options = {"is_causal": is_causal} | ({"window": window, "scale": 0.7} if window else {})
+    packing = {"cu_seqlens_q": TWO, "cu_seqlens_k": TWO} if packed else {}
+    parts = [slice(0, 2), slice(2, 6)] if packed else [slice(None)]
+    outs = []
+    for own in parts:
+        query, key, value, key_bias = (inputs[i][:, :, own] for i in (0, 1, 2, 6))
+        operands = (query, key, value, *inputs[3:6], key_bias, None if bias is None else bias[:, :, own])
+        outs.append(by_loops(operands, options))
+    found = naive_linear_attention(*inputs, query_bias=bias, **options, **packing)
+    torch.testing.assert_close(found, torch.cat(outs, 2), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("attend", [naive_linear_attention, linear_attention])
+def test_unknown_options_are_refused(attend):
+    with pytest.raises(TypeError, match="unknown options: causal; known are is_causal, cu_seqlens_q"):
+        attend(*make_inputs(3), causal=True)

@@ -34,8 +34,10 @@ def test_pieces_equal_the_whole(pieces, window, shared):
     expected = attention(*inputs, *biases, is_causal=True, **options)
     for tensor in inputs[1:3]:
         tensor[0, :, :4], tensor[1, :, 20] = torch.nan, torch.nan
-    found = in_pieces(inputs, PIECES[pieces], StreamState(), *biases, **options)
+    state = StreamState()
+    found = in_pieces(inputs, PIECES[pieces], state, *biases, **options)
     torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
+    assert window or state.nbytes == 2 * 2 * 20 * (5 + 1) * 8
 
 
 def test_steep_logits_in_float32():
@@ -44,43 +46,6 @@ def test_steep_logits_in_float32():
     expected = attention(*inputs, is_causal=True)
     found = in_pieces([t.float() for t in inputs], [30, 34], StreamState())
     torch.testing.assert_close(found.double(), expected, rtol=1e-3, atol=1e-4)
-
-
-def test_the_state_keeps_its_size():
-    inputs = [t.float() for t in make_inputs(40, features=20)]
-    state, sizes = StreamState(), set()
-    for start in range(0, 40, 8):
-        in_pieces([t[:, :, start : start + 8] if t.shape[2] == 40 else t for t in inputs], [8], state)
-        sizes.add(state.nbytes)
-    assert sizes == {2 * 20 * (8 + 1) * 4}
-
-
-@pytest.mark.parametrize("features", ["pos", "sderf"])
-def test_favor_attention_with_a_state(features):
-    generator = torch.Generator().manual_seed(0)
-    query, key, value = (torch.randn(2, 4, 50, 8, generator=generator) for _ in range(3))
-    family = favor.features.get(features)
-    own = {} if features == "pos" else {"parameters": family.fit(query[0, 0] / 8**0.25, key[0, 0] / 8**0.25)}
-    options = {"features": features, "num_features": 24, "is_causal": True, **own}
-    expected = favor.favor_attention(query, key, value, window=16, **options)
-    state = StreamState()
-    parts = zip(*(t.split(9, dim=2) for t in (query, key, value)), strict=True)
-    found = torch.cat([favor.favor_attention(*part, window=16, state=state, **options) for part in parts], dim=2)
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"is_causal": False}, "is_causal=False"),
-        ({"cu_seqlens_q": torch.tensor([0, 4]), "cu_seqlens_k": torch.tensor([0, 4])}, "and lengths"),
-        ({"features": "relu"}, "positive features"),
-    ],
-)
-def test_what_a_state_is_not_for(change, message):
-    rows = [torch.zeros(1, 1, 4, 8)] * 3
-    with pytest.raises(ValueError, match=message):
-        favor.favor_attention(*rows, **{"features": "pos", "is_causal": True, "state": StreamState(), **change})
 
 
 @pytest.mark.parametrize("window", [0, 4])
@@ -132,24 +97,6 @@ def test_pieces_of_another_type(features, dtypes):
     torch.testing.assert_close(torch.cat(found, 2), expected, rtol=2e-2, atol=1e-2)
 
 
-@pytest.mark.parametrize("window", [0, 7])
-def test_a_prompt_leaves_the_state_of_its_tokens(window):
-    inputs = make_inputs(40, groups=2, batch=2, features=20)
-    _, key, value, _, to_key, _, bias = inputs
-    bias[1, :, :3] = -torch.inf
-    key[1, :, :3], value[1, :, :3] = torch.nan, torch.nan
-    query_bias = torch.randn(2, 4, 40, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-    options = {"window": window, "scale": 0.4, "query_bias": query_bias} if window else {}
-    one_by_one, at_once = StreamState(), StreamState()
-    in_pieces([t[:, :, :23] if t.shape[2] == 40 else t for t in inputs], [1] * 23, one_by_one, **options)
-    at_once.begin(key[:, :, :23], value[:, :, :23], to_key, bias[:, :, :23], window)
-    assert len(one_by_one.block) == len(at_once.block) == (3 if window else 0)
-    pairs = [*zip(one_by_one.block, at_once.block, strict=True)]
-    pairs += [(getattr(one_by_one.memory, name), getattr(at_once.memory, name)) for name in ("log_weight", "summary")]
-    for found, expected in pairs:
-        torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
-
-
 def test_states_of_rows_join_and_split():
     """Rows of different lengths, one of them new, go on as one batch and then alone again."""
     inputs = make_inputs(40, batch=3, features=20, shared=True)
@@ -190,26 +137,6 @@ def test_states_with_blocks_do_not_join():
     for states in ([state, StreamState()], [StreamState()], []):
         with pytest.raises(ValueError, match="without a window, and one must have tokens"):
             StreamState.joined(states)
-
-
-@pytest.mark.parametrize("prompt", [0, 13])
-@pytest.mark.parametrize("shared", [False, True])
-def test_single_tokens_equal_the_whole(prompt, shared):
-    inputs = make_inputs(30, groups=3, batch=2, features=20, value_dim=5, shared=shared)
-    inputs[-1][0, :, :4] = inputs[-1][1, :, 20] = -torch.inf
-    expected = attention(*inputs, is_causal=True)
-    for tensor in inputs[1:3]:
-        tensor[0, :, :4], tensor[1, :, 20] = torch.nan, torch.nan
-    query, key, value, to_query, to_key, offset, bias = inputs
-    if prompt:
-        state = DecodeState.from_keys(*(t[:, :, :prompt] for t in (key, value)), to_key, bias[:, :, :prompt])
-    else:
-        state = DecodeState.empty(2, 2, 20, 5, dtype=torch.float64)
-    for step in range(prompt, 30):
-        now = slice(step, step + 1)
-        rows = (tensor[:, :, now] for tensor in (query, key, value))
-        out = decode(*rows, to_query, to_key, offset, bias[:, :, now], state)
-        torch.testing.assert_close(out, expected[:, :, now], rtol=1e-10, atol=1e-10)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="runs Triton kernels on the CPU, by the interpreter")

@@ -54,8 +54,10 @@ def forward(operands: Operands, geometry: Geometry) -> Result:
     for sequence in sequences(operands, geometry):
         if fused_takes(query, value) and sequence.operands.query.shape[2] and sequence.operands.key.shape[2]:
             for part in _prepared(sequence):
-                own = (part.summaries, part.columns[1])
-                weight[own], summary[own] = _fused_summaries(part.operands)
+                own, given = (part.summaries, part.columns[1]), part.operands
+                project = given.key_directions.expand(given.key.shape[0], -1, -1, -1)
+                summary[own], log = fused_attention(project, given.key, given.value, given.key_bias.unsqueeze(2))
+                weight[own] = log + given.offset
                 rows = _fused_read(part.operands, weight[own], summary[own])
                 if rows.shape == out.shape and rows.stride() == out.stride() and rows.dtype == out.dtype:
                     out = rows
@@ -63,8 +65,11 @@ def forward(operands: Operands, geometry: Geometry) -> Result:
                     out[part.rows] = rows
             continue
         inputs = Inputs.of(sequence)
-        log_weight, means = _summaries(inputs)
-        _read(inputs, log_weight, means, out[sequence.rows])
+        top, total, means = summarise(inputs, inputs.key.shape[2])
+        # Without a visible key everything is zero: a finite weight and a summary of zeros.
+        total.masked_fill_(total == 0, 1.0)
+        log_weight = ((top + total.log2()).transpose(1, 2) + inputs.offset) * LN2
+        _read(inputs, log_weight, means.div_(total), out[sequence.rows])
         weight[sequence.summaries] = log_weight.view(-1, *weight.shape[1:])
         summary[sequence.summaries] = means.view(-1, *summary.shape[1:])
     return Result(out, lse, weight, summary)
@@ -105,13 +110,6 @@ def _prepared(sequence: Sequence) -> Iterator[Sequence]:
         yield replace(part, operands=part.operands._replace(query=query, key=key, value=value))
 
 
-def _fused_summaries(operands: Operands) -> tuple[Tensor, Tensor]:
-    """Computes the log weight `[B, Hk, M]` and summary `[B, Hk, M, d]` of each feature."""
-    directions = operands.key_directions.expand(operands.key.shape[0], -1, -1, -1)
-    summary, log_weight = fused_attention(directions, operands.key, operands.value, operands.key_bias.unsqueeze(2))
-    return log_weight + operands.offset, summary
-
-
 def _fused_read(operands: Operands, log_weight: Tensor, summary: Tensor) -> Tensor:
     """Computes the output `[B, H, L, d]`."""
     query, directions, groups = operands.query, operands.query_directions, operands.groups
@@ -119,14 +117,6 @@ def _fused_read(operands: Operands, log_weight: Tensor, summary: Tensor) -> Tens
         per_key_head = (directions, summary, log_weight)
         directions, summary, log_weight = (tensor.repeat_interleave(groups, 1) for tensor in per_key_head)
     return fused_attention(query, directions.expand(query.shape[0], -1, -1, -1), summary, log_weight.unsqueeze(2))[0]
-
-
-def _summaries(inputs: Inputs) -> tuple[Tensor, Tensor]:
-    """Computes the log weight `[N, 1, M]` and summary `[N, M, dv]` of each feature."""
-    top, total, state = summarise(inputs, inputs.key.shape[2])
-    # Without a visible key everything is zero: a finite weight and a summary of zeros.
-    total.masked_fill_(total == 0, 1.0)
-    return ((top + total.log2()).transpose(1, 2) + inputs.offset) * LN2, state.div_(total)
 
 
 def _read(inputs: Inputs, log_weight: Tensor, summary: Tensor, out: Tensor) -> None:

@@ -45,12 +45,9 @@ def exp2(logits: Tensor, most: float = 0.0) -> Tensor:
     """Computes 2^logits in place, for `logits` relative to a term of the same sum.
 
     On a CPU, natural exponents below the normal numbers take up to 200 times as long (exp of MKL), and products with
-    subnormal numbers 100 times. So this is base 2, and numbers too small to count are 0.
-
-    Args:
-        logits: at most `most`, up to rounding: if two ways to one very large logarithm round it differently, their
-            difference would overflow.
-        most: 0 if they are relative to the largest term or to the whole sum.
+    subnormal numbers 100 times. So this is base 2, and numbers too small to count are 0. Logits are cut at `most`, 0 if
+    they are relative to the largest term or to the whole sum: if two ways to one very large logarithm round it
+    differently, their difference would overflow.
     """
     return vanish(logits.clamp_(max=most).exp2_())
 

@@ -14,11 +14,7 @@ def summarise(
 ) -> tuple[Tensor, Tensor]:
     """Gives the summary `[B, Hk, M, dv]` and log weight `[B, Hk, M]` of the keys, 0 and -inf without a visible key.
 
-    Args:
-        directions: `[n, Hk, M, d]`, n = 1 or B.
-        key, bias, value: `[B, Hk, S, d]`, `[B, Hk, S]`, `[B, Hk, S, dv]`.
-        cumulative: for packed sequences, which this does not take.
-        max_length: S.
+    Directions are `[n, Hk, M, d]`, n = 1 or B. Packed sequences are not taken: there is no `cumulative`, and all are S.
     """
     offset = directions.new_zeros(directions.shape[:3])
     operands = Operands(key[:, :, :0], key, value, directions, directions, offset, bias)

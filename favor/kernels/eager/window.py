@@ -40,7 +40,10 @@ def forward(operands: Operands, geometry: Geometry) -> Result:
     use_fused = fused_takes(operands.query, operands.value)
     for blocks in Blocks.parts(operands, geometry, FUSED_SPAN if use_fused else SPAN):
         out, lse, weight, summary = _own(result, blocks)
-        _summarise(blocks, _fused_states(blocks) if use_fused else _states(blocks, buffers[0]), weight, summary)
+        states = _fused_states(blocks) if use_fused else _states(blocks, buffers[0])
+        top, total, values = states.outside(before=True, after=not geometry.is_causal, values=summary)
+        values.div_(total.masked_fill(total == 0, 1.0).unsqueeze(-1))
+        torch.mul(top + total.log2() + blocks.inputs.offset, LN2, out=weight)  # -inf without a key
         for span in _with_queries(blocks):
             if use_fused:
                 rows, log = _fused_read(blocks, weight, summary, span)
@@ -85,13 +88,6 @@ def _states(blocks: Blocks, buffer: Buffer) -> States:
         states.write(span.blocks, top=top, total=weights.sum(1))
         states.write_values(span.blocks, weights.transpose(1, 2), blocks.apart(blocks.keys(inputs.value, span), span))
     return states
-
-
-def _summarise(blocks: Blocks, states: States, weight: Tensor, summary: Tensor) -> None:
-    """Writes log weights, -inf without a key, and means of the keys outside each block."""
-    top, total, values = states.outside(before=True, after=not blocks.geometry.is_causal, values=summary)
-    values.div_(total.masked_fill(total == 0, 1.0).unsqueeze(-1))
-    torch.mul(top + total.log2() + blocks.inputs.offset, LN2, out=weight)
 
 
 def _read(

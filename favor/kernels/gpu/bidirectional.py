@@ -38,7 +38,7 @@ from favor.kernels.gpu.common import (
     tuned,
     width_constants,
 )
-from favor.kernels.gpu.summary import collect, empty_summaries, join
+from favor.kernels.gpu.summary import Summaries, collect, empty_summaries, join
 from favor.kernels.operands import Geometry, Gradients, Operands, Result
 
 _BLOCKS = {
@@ -231,18 +231,13 @@ def forward(operands: Operands, geometry: Geometry, splits: int | None = None) -
     """
     query, key, value, directions, key_directions, offset, key_bias, _ = operands
     parts = collect(key_directions, key, key_bias, value, geometry.cu_k, geometry.max_k, splits=splits)
-    found = empty_summaries(parts)
-    if value.dtype != torch.float32:
-        found = found._replace(compact=torch.empty_like(found.mean, dtype=value.dtype))
-    join(parts, found, offset, fill=True)
-    batch, heads, length = query.shape[:3]
-    out = query.new_empty(batch, length, heads, value.shape[-1]).transpose(1, 2)
-    lse = offset.new_empty(batch, heads, length)
-    means = found.mean if found.compact is None else found.compact
-    directions = directions.to(query.dtype)
-    tensors = (query, directions, found.log_weight, means, geometry.cu_q, out, lse)
-    _launch(_read, _BLOCKS, Problem(operands, geometry), True, tensors, (query, out))
-    return Result(out, lse, found.log_weight, found.mean)
+    result = Result.empty("bidirectional", operands, geometry, joins_heads=True, keeps_lse=True)
+    out, lse, log_weight, means = result
+    compact = None if value.dtype == torch.float32 else torch.empty_like(means, dtype=value.dtype)
+    join(parts, Summaries(means, log_weight, compact=compact), offset, fill=True)
+    tensors = (query, directions.to(query.dtype), log_weight, means if compact is None else compact, geometry.cu_q)
+    _launch(_read, _BLOCKS, Problem(operands, geometry), True, (*tensors, out, lse), (query, out))
+    return result
 
 
 def backward(

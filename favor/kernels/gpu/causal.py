@@ -273,32 +273,28 @@ def _chunk_keys(
 def forward(
     operands: Operands, geometry: Geometry, *, chunk_size: int | None = None, segments: int | None = None
 ) -> Result:
-    """Computes causal attention; the queries belong to the last keys.
+    """Computes causal attention; the queries belong to the last keys, the others come before the first query.
 
-    Args:
-        operands, geometry: if there are more keys than queries, they come before the first query.
-        chunk_size: tokens in a chunk, a power of two from 16; None to choose.
-        segments: parts into which the pass over the chunks is cut; None to choose.
+    A chunk has `chunk_size` tokens, a power of two from 16; the pass over chunks is cut in `segments`; None to choose.
 
     Returns:
         output `[B, H, L, dv]`, laid out `[B, L, H, dv]`; logarithm of the normaliser `[B, H, L]`, inf for a query that
         sees no key; and two empty tensors, because the backward pass computes the states again.
     """
     problem = Problem.of(operands, geometry, chunk_size, segments)
-    query, offset = operands.query, operands.offset
-    batch, heads, length = query.shape[:3]
-    # Queries before the first key of their sequence, if there are more of them than keys, are in no chunk.
-    alone = geometry.cu_k is not None or length > operands.key.shape[2]
-    shape = (batch, length, heads, operands.value.shape[-1])
-    out = (query.new_zeros(shape) if alone else query.new_empty(shape)).transpose(1, 2)
-    lse = offset.new_full(query.shape[:3], torch.inf) if alone else offset.new_empty(query.shape[:3])
-    if problem.programs(heads) and out.numel():
+    result = Result.empty("causal", operands, geometry, joins_heads=True)
+    heads, length = operands.query.shape[1:3]
+    if geometry.cu_k is not None or length > operands.key.shape[2]:
+        # Queries before the first key of their sequence, if there are more of them than keys, are in no chunk.
+        result.out.zero_()
+        result.lse.fill_(torch.inf)
+    if problem.programs(heads) and result.out.numel():
         states = key_states(problem)
-        found = (states.log_weight, states.summary, states.steep)
+        found, written = (states.log_weight, states.summary, states.steep), result[:2]
         kernel = problem.tuned(_chunk_output, _BLOCKS)
-        problem.launch(kernel, problem.programs(heads), (*found, states.anchor, out, lse), (out,))
-        launch_steep(steep_output, problem, heads, (*found, out, lse), (out,))
-    return Result(out, lse, offset.new_empty(0), offset.new_empty(0))
+        problem.launch(kernel, problem.programs(heads), (*found, states.anchor, *written), written[:1])
+        launch_steep(steep_output, problem, heads, (*found, *written), written[:1])
+    return result
 
 
 def backward(
@@ -316,16 +312,15 @@ def backward(
     The torch kernel computes gradients of the directions: `for_directions` must be False.
     """
     problem = Problem.of(operands, geometry, chunk_size, segments)
-    query, key, value, _, _, offset, key_bias, _ = operands
-    out, lse = saved.out, saved.lse
-    nothing = tuple(offset.new_empty(0) for _ in range(4))
-    empty = not (problem.programs(query.shape[1]) and query.numel() and key.numel())
-    # Queries before the first key, and rows of a packed batch outside of all sequences, are in no chunk.
-    fill = torch.zeros_like if empty or geometry.cu_k is not None else torch.empty_like
-    dk, dv, dbias = fill(key), fill(value), fill(key_bias)
-    dq = torch.zeros_like(query) if query.shape[2] > key.shape[2] else fill(query)
-    if empty:
-        return Gradients(dq, dk, dv, dbias, *nothing)
+    query, key, out, lse = operands.query, operands.key, saved.out, saved.lse
+    grads, empty = Gradients.empty(operands, for_directions=False), not (query.numel() and key.numel())
+    if empty or geometry.cu_k is not None or query.shape[2] > key.shape[2]:
+        # Queries before the first key, and rows of a packed batch outside of all sequences, are in no chunk.
+        for written in grads[:4]:
+            written.zero_()
+    if empty or not problem.programs(query.shape[1]):
+        return grads
+    dq, dk, dv, dbias = grads[:4]
     if grad.stride(-1) != 1:
         grad = grad.contiguous()
     heads, key_heads = query.shape[1], key.shape[1]
@@ -339,4 +334,4 @@ def backward(
     kernel, own = problem.tuned(_chunk_keys, _KEY_BLOCKS), (states.log_weight, states.anchor, states.steep)
     problem.launch(kernel, problem.programs(key_heads), (*own, *tensors), (grad, dk, dv))
     launch_steep(steep_keys, problem, key_heads, (states.steep, *tensors), (grad, dk, dv))
-    return Gradients(dq, dk, dv, dbias, *nothing)
+    return grads

@@ -124,13 +124,9 @@ def decode(
 ) -> Tensor:
     """Attends from one new query to all keys so far and the new one; updates log_weight and summary in place.
 
-    Args:
-        query, key, value, query_directions, key_directions, offset, key_bias: as in `favor.kernels.decode`.
-        log_weight, summary: the state, contiguous float32. At the start log_weight is -inf, and the summary is ignored.
-        splits: over how many programs to spread the summaries of a head; by default, until the device is full.
-
-    Returns:
-        `[B, H, 1, dv]`; zeros where no key was visible yet.
+    The first arguments are those of `favor.kernels.decode`. The state is contiguous float32; at the start log_weight is
+    -inf, and the summary is ignored. The summaries of a head are spread over `splits` programs; by default, until the
+    device is full. Gives `[B, H, 1, dv]`; zeros where no key was visible yet.
     """
     batch, heads, _, width = query.shape
     key_heads, features, value_width = summary.shape[1:]

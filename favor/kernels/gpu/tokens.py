@@ -232,12 +232,7 @@ def _newton_schulz(matrix, root, inverse, iterations, width: tl.constexpr, WIDTH
 def newton_schulz(matrix: Tensor, iterations: int) -> tuple[Tensor, Tensor]:
     """Gives root and inverse root of small symmetric matrices in one launch, see `favor.features.linalg.newton_schulz`.
 
-    Args:
-        matrix: `[..., d, d]`, float32, d at most 64.
-        iterations: steps of the iteration.
-
-    Returns:
-        root and inverse root, of the shape of `matrix`; NaN for a matrix that is not finite.
+    Matrices are `[..., d, d]`, float32, d at most 64; one that is not finite gives NaN.
     """
     matrix = matrix.contiguous()
     root, inverse = torch.empty_like(matrix), torch.empty_like(matrix)

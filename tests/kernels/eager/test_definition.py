@@ -5,14 +5,15 @@ import torch
 from truth import attention, error, gradients, make_inputs
 
 from favor.kernels import linear_attention
-from favor.kernels.eager import window
+from favor.kernels.eager import bidirectional, causal, window
+from favor.kernels.eager.common import exp2
 
 both = pytest.mark.parametrize("is_causal", [False, True], ids=["bidirectional", "causal"])
 
 plain_too = pytest.mark.parametrize("window", [0, 16], ids=["plain", "window"])
 
 LENGTHS = [1, 2, 63, 64, 100, 300]
-LAYOUTS = ["dense", "padded", "packed", "keys first"]
+LAYOUTS = ["dense", "padded", "packed", "70 keys first"]
 DIMS, FEATURES, GROUPS, WINDOWS = [32, 64, 80, 128], [16, 100, 256], [1, 4], [64, 7, 128, 1000]
 # Every length with every layout; widths, numbers of features, groups and windows take turns.
 CASES = [
@@ -20,11 +21,19 @@ CASES = [
     for i, length in enumerate(LENGTHS)
     for j, layout in enumerate(LAYOUTS)
     for is_causal in (False, True)
-    if is_causal or layout != "keys first"
+    if is_causal or layout != LAYOUTS[3]
 ]
-CASES += [(*case[:-1], 0) for case in CASES if case[1] != "keys first"]
+CASES += [(*case[:-1], 0) for case in CASES if case[1] != LAYOUTS[3]]
 # From 4096 tokens on, causal chunks are longer.
 CASES += [(4097, "padded", True, 32, 16, 1, 0)]
+# Queries that begin inside a block, whose number in all heads is that of its keys.
+CASES += [
+    (1, "1 key first", True, 8, 16, 2, 4),
+    (6, "2 keys first", True, 8, 16, 2, 4),
+    (2, "6 keys first", True, 8, 16, 4, 8),
+]
+# So many blocks that sums of sums are summed.
+CASES += [(300, layout, is_causal, 8, 16, 1, 1) for layout in ("dense", "padded") for is_causal in (False, True)]
 
 
 def prepare(length, layout, window, *, is_causal=False, **options):
@@ -41,7 +50,8 @@ def prepare(length, layout, window, *, is_causal=False, **options):
         lengths = (rows, keys)
     else:
         options["batch"] = 2 if length <= 1000 else 1
-        inputs = make_inputs(length, length + 70 if layout == "keys first" else None, **options)
+        first = int(layout.split()[0]) if "first" in layout else 0
+        inputs = make_inputs(length, length + first, **{"shared": layout != "padded"} | options)
     if layout == "padded":
         inputs[-1][0, :, : length // 3] = -torch.inf
         inputs[-1][-1, :, length - length // 4 :] = -torch.inf
@@ -84,17 +94,6 @@ def test_values_of_another_width(length, groups, window, layout, is_causal, pois
     check(length, layout, is_causal, 32, 100, groups, window, value_dim=24)
 
 
-@pytest.mark.parametrize(("rows", "keys", "groups", "window"), [(1, 2, 2, 4), (6, 8, 2, 4), (2, 8, 4, 8)])
-def test_as_many_grouped_queries_as_keys_in_a_block(rows, keys, groups, window):
-    """Queries that begin inside a block, whose number in all heads is that of its keys."""
-    inputs = make_inputs(rows, keys, groups=groups)
-    inputs.append(torch.randn(1, 2 * groups, rows, dtype=torch.float64, generator=torch.Generator().manual_seed(2)))
-    options, weight = {"window": window, "scale": 0.3, "is_causal": True}, draw_weight(inputs)
-    expected = truth(options, None, weight, inputs)
-    for f, e in zip(gradients(attend(options), inputs, weight), expected, strict=True):
-        torch.testing.assert_close(f, e, rtol=1e-6, atol=1e-9)
-
-
 def check(length, layout, is_causal, dim, features, groups, window, value_dim=None):
     sizes = {"dim": dim, "value_dim": value_dim, "features": features, "groups": groups}
     sizes["heads"] = 1 if length >= 300 else 2
@@ -126,60 +125,26 @@ def test_low_precision_is_better_than_the_formula_at_that_precision(dtype, lengt
         assert error(f, e) <= 2 * error(p, e)
 
 
-@both
-@pytest.mark.parametrize("shared", [False, True])
-@pytest.mark.parametrize("window", [0, 1, 3, 10])
-def test_gradcheck(is_causal, shared, window):
-    options = {"dim": 3, "value_dim": 2, "features": 4, "groups": 2, "shared": shared, "batch": 2}
-    inputs = make_inputs(5, 5 if window and not is_causal else 7, **options)
-    inputs[-1][1, :, :2] = -torch.inf
-    bias, query_bias = inputs.pop(), [torch.randn(2, 4, 5, dtype=torch.float64)] if window else []
-    leaves, run = [t.requires_grad_() for t in (*inputs, *query_bias)], attend(form(window, is_causal, 0.7))
-    assert torch.autograd.gradcheck(lambda *t: run(*t[:6], bias, *t[6:]), leaves, fast_mode=True)
+# Where numbers of heads, chunks or spans that are worked on together are kept; and layouts, widths of values, windows.
+TOGETHER = [
+    *((bidirectional, "_COPIED", 1, "padded", False, 8, 0, dtype) for dtype in (torch.float64, torch.bfloat16)),
+    *((causal, "CHUNK_SIZE", size, LAYOUTS[3], True, 8, 0, torch.float64) for size in (1, 2, 16, 128)),
+    *((window, "SPAN", 1, "padded", False, width, 16, torch.float64) for width in (8, 5)),
+    *((window, "SPAN", 1, LAYOUTS[3], True, width, 16, torch.float64) for width in (8, 5)),
+]
 
 
-@both
-def test_a_window_that_holds_everything_is_softmax_attention(is_causal):
-    inputs, *_ = prepare(100, "dense", 100, groups=2)
-    inputs[-2] = torch.zeros_like(inputs[-2])
-    weight = draw_weight(inputs)
-    expected = gradients(
-        lambda *t: torch.nn.functional.scaled_dot_product_attention(
-            *t, is_causal=is_causal, scale=0.3, enable_gqa=True
-        ),
-        inputs[:3],
-        weight,
-    )
-    found = gradients(attend({"window": 100, "scale": 0.3, "is_causal": is_causal}), inputs, weight)
-    for f, e in zip(found, expected, strict=False):
-        assert error(f, e) <= 1e-6
-    assert not any(t.any() for t in found[4:])
-
-
-@both
-@plain_too
-def test_hidden_keys_may_hold_anything(is_causal, window):
-    inputs, *_ = prepare(40, "dense", window)
-    inputs[6][0, :, 30:] = inputs[6][1] = -torch.inf
-    options = form(window, is_causal)
-    clean = gradients(attend(options), inputs, torch.ones(2, 2, 40, 8))
-    for tensor in inputs[1:3]:
-        tensor[0, :, 30:], tensor[1] = torch.nan, torch.nan
-    found = gradients(attend(options), inputs, torch.ones(2, 2, 40, 8))
-    for f, c in zip(found, clean, strict=True):
-        assert torch.equal(f, c)
-    assert not found[0][1].any()
-    assert not found[2][1].any()
-
-
-@both
-@pytest.mark.parametrize("value_dim", [8, 5])
-def test_the_size_of_spans_does_not_change_gradients(is_causal, value_dim, monkeypatch):
-    inputs, *_ = prepare(90, "keys first" if is_causal else "padded", 16, groups=2, value_dim=value_dim)
-    options, weight = form(16, is_causal), draw_weight(inputs)
+@pytest.mark.parametrize(("module", "name", "size", "layout", "is_causal", "value_dim", "block", "dtype"), TOGETHER)
+def test_how_much_is_worked_on_together_does_not_matter(
+    module, name, size, layout, is_causal, value_dim, block, dtype, monkeypatch
+):
+    inputs, *_ = prepare(90, layout, block, groups=2, value_dim=value_dim, heads=3, shared=False)
+    inputs = [t.to(dtype if i < 3 or dtype == torch.float64 else torch.float32) for i, t in enumerate(inputs)]
+    options, weight = form(block, is_causal), draw_weight(inputs)
     expected = gradients(attend(options), inputs, weight)
-    for name in ("SPAN", "FUSED_SPAN"):
-        monkeypatch.setattr(window, name, 1)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    for own in (name, f"FUSED_{name}"):
+        monkeypatch.setattr(module, own, size, raising=own == name)
     for f, e in zip(gradients(attend(options), inputs, weight), expected, strict=True):
         torch.testing.assert_close(f, e, rtol=1e-9, atol=1e-10)
 
@@ -193,21 +158,109 @@ def test_what_does_not_fit_is_refused():
         linear_attention(*inputs, query_bias=bias)
     with pytest.raises(ValueError, match="window must be positive with a query_bias"):
         linear_attention(*inputs, window=4, is_causal=True)
-    reason = "not on a CUDA device" if torch.cuda.is_available() else "float64"
-    with pytest.raises(ValueError, match=f'kernel="triton" cannot run: .*{reason}'):
-        linear_attention(*inputs, query_bias=bias, window=4, is_causal=True, kernel="triton")
 
 
 @both
 @plain_too
 @pytest.mark.parametrize("value_dim", [8, 5])
-def test_large_norms(is_causal, value_dim, window):
+@pytest.mark.parametrize("hidden", [False, True])
+def test_large_norms(is_causal, value_dim, window, hidden):
     """Most weights are far below the smallest float32, and blocks differ in scale by more than that."""
     inputs, *_ = prepare(150, "dense", window, groups=2, value_dim=value_dim)
     for i in (3, 4, 6):
         inputs[i] *= 12
+    if hidden:  # whole blocks, too; and what is in other blocks counts most
+        inputs[6][0, :, :37] = inputs[6][0, :, 60:100] = inputs[6][1, :, 16:] = -torch.inf
+        inputs[7:] = [tensor + 1e3 for tensor in inputs[7:]]
+        inputs[1] *= torch.linspace(1, 4, 150, dtype=torch.float64)[:, None]
     options, weight = form(window, is_causal, 1.0), draw_weight(inputs)
     expected = truth(options, None, weight, inputs)
     found = gradients(attend(options), [t.float() for t in inputs], weight)
     # The last gradient, of the query bias, is next to nothing here, and what is left of a difference.
     assert max(error(f, e) for f, e in zip(found[:8], expected[:8], strict=True)) < 1e-3
+
+
+@pytest.mark.parametrize("hidden", [0, 3, 20])
+def test_steep_chunks(hidden):
+    """Features that rise by thousands of nats inside a chunk, with and without hidden keys before them."""
+    inputs = make_inputs(150, 170)
+    inputs[1] *= torch.linspace(1, 100, 170, dtype=torch.float64)[:, None]
+    inputs[-1] = torch.zeros_like(inputs[-1])
+    inputs[-1][:, :, 60 : 60 + hidden] = -torch.inf
+    # All features at once: no product of two factors could hold such weights.
+    log_weights = torch.logsumexp(
+        (inputs[0] @ inputs[3].mT)[..., :, None, :]
+        + (inputs[1] @ inputs[4].mT + inputs[5][:, :, None])[..., None, :, :],
+        -1,
+    )
+    log_weights += inputs[-1][:, :, None]
+    visible = torch.ones(150, 170, dtype=torch.bool).tril(20)
+    expected = log_weights.masked_fill(~visible, -torch.inf).softmax(-1) @ inputs[2]
+    found = linear_attention(*(t.float() for t in inputs), is_causal=True)
+    assert error(found, expected) < 1e-4
+    leaves = [t.float().requires_grad_() for t in inputs]
+    linear_attention(*leaves, is_causal=True).sum().backward()
+    assert all(t.grad.isfinite().all() for t in leaves[:-1])
+
+
+@pytest.mark.parametrize("norm", [1, 40, 100])
+@pytest.mark.parametrize("shown", [slice(140, None), slice(70, 80), slice(0)], ids=["left", "both", "all"])
+def test_chunks_that_see_nothing(norm, shown):
+    """Far above the keys that come after them, whose logits are -norm^2 / 2 on average."""
+    inputs = make_inputs(200, batch=2)
+    inputs[0], inputs[1] = (norm * torch.nn.functional.normalize(t, dim=-1) for t in inputs[:2])
+    inputs[-1] = -(8**-0.25 * inputs[1]).square().sum(-1) / 2
+    hidden = torch.ones(200, dtype=torch.bool)
+    hidden[shown] = False
+    inputs[-1][0, :, hidden] = -torch.inf
+    weight = torch.randn(2, 2, 200, 8, generator=torch.Generator().manual_seed(1))
+    expected = gradients(lambda *t: attention(*t, is_causal=True), inputs, weight)
+    found = gradients(lambda *t: linear_attention(*t, is_causal=True), inputs, weight)
+    for f, e in zip(found, expected, strict=True):
+        assert error(f, e) < 1e-6
+    single = gradients(lambda *t: linear_attention(*t, is_causal=True), [t.float() for t in inputs], weight)
+    assert all(t.isfinite().all() for t in single)
+
+
+@both
+def test_strides_do_not_matter(is_causal):
+    inputs = make_inputs(50, batch=2, groups=2)
+    expected = linear_attention(*inputs, is_causal=is_causal)
+    strided = [t.transpose(1, 2).contiguous().transpose(1, 2) for t in inputs[:3]]
+    strided[1] = strided[1].repeat_interleave(2, dim=-1)[..., ::2]
+    assert strided[1].stride(-1) == 2
+    out = linear_attention(*strided, *inputs[3:], is_causal=is_causal)
+    torch.testing.assert_close(out, expected, rtol=1e-12, atol=1e-12)
+    assert out.transpose(1, 2).is_contiguous()
+
+
+@pytest.mark.parametrize(("dtype", "least"), [(torch.float32, -100.0), (torch.float64, -996.0)], ids=str)
+def test_weights_are_never_subnormal(dtype, least):
+    """Products with such numbers would take a hundred times as long."""
+    logits = torch.tensor([0.0, 3.0, 1e4, least + 1, least - 1, 1.3 * least, -torch.inf, torch.nan], dtype=dtype)
+    expected = torch.tensor([1.0, 8.0, 8.0, 2.0 ** (least + 1), 0.0, 0.0, 0.0, torch.nan], dtype=dtype)
+    torch.testing.assert_close(exp2(logits, 3.0), expected, rtol=1e-6, atol=0.0, equal_nan=True)
+
+
+@plain_too
+@both
+@pytest.mark.parametrize("value_dim", [8, 5])
+def test_logits_that_are_rounded_to_thousands(is_causal, value_dim, window):
+    """At 1e11 neighbouring numbers are 8192 apart: what two ways to one logarithm differ by must not overflow."""
+    inputs = [t.float() for t in make_inputs(150, groups=2, value_dim=value_dim)]
+    for i in range(3, 7):
+        inputs[i] *= 1e11
+    options = {"is_causal": is_causal, "window": window}
+    if window:
+        options |= {
+            "query_bias": 1e11 * torch.randn(1, 4, 150, generator=torch.Generator().manual_seed(2)),
+            "scale": 1e11,
+        }
+    weight = torch.randn(1, 4, 150, value_dim, generator=torch.Generator().manual_seed(1))
+    out, *grads = gradients(lambda *t: linear_attention(*t, **options), inputs, weight)
+    assert out.isfinite().all()
+    assert out.abs().max() <= inputs[2].abs().max() * 1.001
+    assert out.any(-1).all()
+    assert all(grad.isfinite().all() for grad in grads)
+    if is_causal:
+        torch.testing.assert_close(out[:, ::2, 0], inputs[2][:, :, 0])

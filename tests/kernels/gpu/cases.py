@@ -141,11 +141,8 @@ def small_gradients(kernel: ModuleType, case: Case) -> dict[str, float]:
 def check(kernel: ModuleType, case: Case, tolerance: float | None = None) -> None:
     """Compares them by the largest error, relative to the largest number.
 
-    Args:
-        kernel: the module.
-        case: what it is given.
-        tolerance: of the relative error; by default that of float32, to which twice the error of the definition in the
-            type of the tokens comes if numbers are rounded, or large.
+    The default tolerance is that of float32, to which twice the error of the definition in the type of the tokens comes
+    if numbers are rounded, or large.
     """
     given = make(case)
     found, exact, plain = run(kernel, given, **case.options), truth(given), truth(given, case.dtype)

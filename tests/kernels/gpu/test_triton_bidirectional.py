@@ -7,6 +7,7 @@ from cases import BF16, F16, Case, check, small_gradients
 
 from favor.kernels.gpu import bidirectional
 
+pytestmark = pytest.mark.usefixtures("poisoned")
 UNEVEN = ((5, 7), (0, 3), (33, 0), (1, 1), (20, 50), (0, 0))
 IN_TWO, IN_THREE = {"splits": 2}, {"splits": 3}
 CASES = {
@@ -28,21 +29,14 @@ CASES = {
     "large, many features": Case((16, 32), scale=30.0, features=64, width=128),
 }
 LOW = [("grouped", BF16), ("many features", F16), ("hidden", F16), ("packed", BF16), ("large", BF16), ("large", F16)]
+CASES |= {f"{name}, {dtype}": replace(CASES[name], dtype=dtype) for name, dtype in LOW}
 
 
-@pytest.mark.usefixtures("poisoned")
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-def test_float32(case):
+def test_equals_the_definition(case):
     check(bidirectional, case)
 
 
-@pytest.mark.usefixtures("poisoned")
-@pytest.mark.parametrize(("name", "dtype"), LOW, ids=str)
-def test_half_precision(name, dtype):
-    check(bidirectional, replace(CASES[name], dtype=dtype))
-
-
-@pytest.mark.usefixtures("poisoned")
 def test_small_gradients_in_float16():
     errors = small_gradients(bidirectional, Case((32, 64), heads=(4, 1), features=100))
     assert max(errors.values()) <= 3e-3, errors

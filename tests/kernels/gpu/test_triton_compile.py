@@ -1,20 +1,34 @@
 """All kernels compile for GPUs, with all their configurations, on a machine that has none.
 
-This needs a process of its own: in the others, kernels are defined for Triton's interpreter. Started as a program with
-`--record`, this file writes compiled.json anew, so that tests compile only what changes later (see ahead.py).
+This needs a process of its own: in the others, kernels are defined for Triton's interpreter. To compile all takes
+minutes, so compiled.json keeps what came of it, by a hash of the source, the types, the constants and the release of
+Triton: only what changed is compiled again. Started as a program with `--record`, this file writes compiled.json anew.
 """
 
-import importlib
+import hashlib
 import json
 import os
+import re
 import subprocess
 import sys
+import tempfile
+from contextlib import contextmanager
 from itertools import product
+from pathlib import Path
+from unittest.mock import patch
 
 import pytest
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.runtime.autotuner import Autotuner
+from triton.runtime.jit import JITFunction
 
-# Modules of favor.kernels with `forward` and `backward`.
-MODULES = ("bidirectional", "causal")
+from favor.kernels.gpu import bidirectional, causal, chosen, decode, window
+from favor.kernels.gpu import tokens as triton_tokens
+from favor.kernels.operands import ChosenOperands, Geometry, Operands
+
 # Type, width, whether sequences are packed.
 CASES = {
     80: (("float16", 64, True), ("float32", 128, False)),
@@ -54,13 +68,66 @@ def test_kernels_compile():
         assert expected <= {":".join(name[:parts]) for name in names for parts in (1, 2)}
 
 
+RECORD = Path(__file__).with_name("compiled.json")
+recorded = json.loads(RECORD.read_text())
+POINTERS = {torch.float32: "*fp32", torch.float16: "*fp16", torch.bfloat16: "*bf16", torch.int32: "*i32"}
+
+
+def _type_of(value):
+    if isinstance(value, torch.Tensor):
+        return POINTERS[value.dtype]
+    if isinstance(value, float):
+        return "fp32"
+    return "i32" if -(2**31) <= value < 2**31 else "i64"
+
+
+def compile_one(source, capability, options):
+    """Name of a compiled kernel, its instruction, registers and spilled bytes; it has to fit into shared memory."""
+    kernel = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    assert kernel.asm["cubin"]
+    assert kernel.metadata.shared <= {80: 163, 90: 227}[capability] * 1024, kernel.metadata
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(kernel.asm["cubin"])
+        file.flush()
+        program = triton.knobs.nvidia.cuobjdump.path
+        said = subprocess.check_output([program, "--dump-resource-usage", file.name], text=True)
+    registers, spills = (int(re.search(rf"{word}:(\d+)", said)[1]) for word in ("REG", "STACK"))
+    return f"{kernel.metadata.name}:{'wgmma' if 'wgmma' in kernel.asm['ptx'] else 'other'}:{registers}:{spills}"
+
+
+@contextmanager
+def compiling(capability):
+    """Compiles what is launched, in all configurations: gives, by the hash of each kernel, what `compile_one` says."""
+    compiled = {}
+
+    def launch(self, *args, grid, warmup, **kwargs):
+        values = dict(zip(self.arg_names, args, strict=False))
+        values.update({name: kwargs.pop(name) for name in self.arg_names if name in kwargs})
+        signature, constants, hints = {}, {}, {}
+        for index, parameter in enumerate(self.params):
+            value = values[parameter.name]
+            if parameter.is_constexpr or value is None:
+                signature[parameter.name], constants[(index,)] = "constexpr", value
+                continue
+            signature[parameter.name] = _type_of(value)
+            if isinstance(value, torch.Tensor) or (isinstance(value, int) and value % 16 == 0):
+                hints[(index,)] = [["tt.divisibility", 16]]
+        source = ASTSource(self, signature, constants, hints)
+        facts = f"{triton.__version__} {capability} {source.hash()} {sorted(kwargs.items())}"
+        case = hashlib.sha256(facts.encode()).hexdigest()[:16]
+        compiled[case] = recorded.get(case) or compile_one(source, capability, kwargs)
+
+    def tune(self, *args, **kwargs):
+        for config in self.configs:
+            self.fn.run(*args, **kwargs, **config.all_kwargs())
+
+    every = patch("favor.kernels.gpu.common.FEW_ROWS", 0)
+    with every, patch.object(JITFunction, "run", launch), patch.object(Autotuner, "run", tune):
+        yield compiled
+
+
 def compile_chosen(capability):
     """Compiles the kernels of chosen keys: the search of blocks, the search of each query, and attention."""
-    import torch
-    from ahead import compiling
-
-    from favor.kernels.gpu import chosen
-    from favor.kernels.operands import ChosenOperands
 
     def places(*shape):
         return torch.zeros(shape, dtype=torch.int32)
@@ -74,55 +141,43 @@ def compile_chosen(capability):
         marks = (shared, places(2, 2, rows, 4), places(2, 2))
         far = (tokens(1, 2), tokens(1, 2), torch.zeros(2, 2, 2))
         given = ChosenOperands(query, key, key, *marks, *far, places(2), places(2) + 1, section, 32, width**-0.5)
-        with compiling(capability) as kernels:
-            out, lse = chosen.forward(given)
-            chosen.backward(out, given, out, lse)
-            chosen.choose(query, key, given.seen, None, 64)
-            chosen.choose(query[..., : width // 4], key[..., : width // 4], given.seen, shared, 64)
-        yield from kernels.items()
+        out, lse = chosen.forward(given)
+        chosen.backward(out, given, out, lse)
+        chosen.choose(query, key, given.seen, None, 64)
+        chosen.choose(query[..., : width // 4], key[..., : width // 4], given.seen, shared, 64)
 
 
 def compile_windowed(capability):
     """Compiles the kernels of windowed attention."""
-    import torch
-    from ahead import compiling
-
-    from favor.kernels.gpu import window as triton_window
-    from favor.kernels.operands import Geometry, Operands
-
     for kind, width, packed, is_causal in WINDOWED[capability]:
         inputs, grad = make(kind, width, packed)
         operands = Operands(*inputs[:7], torch.zeros(1, 4, 256))
         bundles = operands, Geometry(*inputs[7:], is_causal, 64, width**-0.5)
-        with compiling(capability) as kernels:
-            triton_window.backward(grad, *bundles, triton_window.forward(*bundles))
-        yield from kernels.items()
+        window.backward(grad, *bundles, window.forward(*bundles))
 
 
 def compile_all(capability):
     """Compiles the other kernels."""
-    from ahead import compiling
-
-    from favor.kernels.operands import Geometry, Operands
-
     for kind, width, packed in CASES[capability]:
         inputs, grad = make(kind, width, packed)
-        for name in MODULES:
-            module = importlib.import_module(f"favor.kernels.gpu.{name}")
-            with compiling(capability) as kernels:
-                bundles = Operands(*inputs[:7]), Geometry(*inputs[7:])
-                module.backward(grad, *bundles, module.forward(*bundles))
-            yield from kernels.items()
-        with compiling(capability) as kernels:
-            one_step(*inputs[:7])
-            if width <= 128:
-                passes(inputs[0], inputs[3][..., :width, :])
-        yield from kernels.items()
+        for module in (bidirectional, causal):
+            bundles = Operands(*inputs[:7]), Geometry(*inputs[7:])
+            module.backward(grad, *bundles, module.forward(*bundles))
+        tokens, (*parameters, bias) = [tensor[:, :, :1] for tensor in inputs[:3]], inputs[3:7]
+        offset, value = parameters[2], inputs[2]
+        state = (offset.clone(), value.new_zeros(*offset.shape, value.shape[3], dtype=offset.dtype))
+        decode.decode(*tokens, *parameters, bias[:, :, :1].contiguous(), *state)
+        if width > 128:
+            continue
+        rows, matrix = inputs[0], inputs[3][..., :width, :].repeat_interleave(2, 1)
+        terms = (matrix, matrix[..., 0], matrix[..., 1], 0.5, None)
+        triton_tokens.form(rows, *terms)
+        triton_tokens.form(rows, *terms, rows[..., 0].float())
+        _, covariance = triton_tokens.moments(rows, rows[..., 0].float())
+        triton_tokens.newton_schulz(covariance[..., :64, :64], 14)
 
 
 def make(kind, width, packed):
-    import torch
-
     def tokens(heads):
         return torch.zeros(1, 256, heads, width, dtype=getattr(torch, kind)).transpose(1, 2)
 
@@ -136,32 +191,12 @@ def make(kind, width, packed):
     return inputs, tokens(4)
 
 
-def one_step(query, key, value, query_directions, key_directions, offset, bias):
-    from favor.kernels.gpu.decode import decode
-
-    tokens = (tensor[:, :, :1] for tensor in (query, key, value))
-    state = (offset.clone(), value.new_zeros(*offset.shape, value.shape[3], dtype=offset.dtype))
-    decode(*tokens, query_directions, key_directions, offset, bias[:, :, :1].contiguous(), *state)
-
-
-def passes(rows, matrix):
-    from favor.kernels.gpu import tokens as triton_tokens
-
-    matrix = matrix.repeat_interleave(2, 1)
-    triton_tokens.form(rows, matrix, matrix[..., 0], matrix[..., 1], 0.5, None)
-    triton_tokens.form(rows, matrix, matrix[..., 0], matrix[..., 1], 0.5, None, rows[..., 0].float())
-    _, covariance = triton_tokens.moments(rows, rows[..., 0].float())
-    triton_tokens.newton_schulz(covariance[..., :64, :64], 14)
-
-
 if __name__ == "__main__":
-    from ahead import RECORD
-
     kinds = {"plain": compile_all, "windowed": compile_windowed, "chosen": compile_chosen}
-    found = {
-        f"{kind} {capability}": dict(compile_kind(capability))
-        for (kind, compile_kind), capability in product(kinds.items(), CASES)
-    }
+    found = {}
+    for (kind, compile_kind), capability in product(kinds.items(), CASES):
+        with compiling(capability) as found[f"{kind} {capability}"]:
+            compile_kind(capability)
     if "--record" in sys.argv:
         everything = {case: name for kernels in found.values() for case, name in kernels.items()}
         RECORD.write_text(json.dumps(everything, indent=0, sort_keys=True) + "\n")

@@ -11,14 +11,10 @@ from favor.integrations.masks import favor_mask
 
 on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need a CUDA device")
 OPTIONS = [
-    {"features": "pos"},
-    {"features": "pos", "is_causal": True},
-    {"features": "pos", "window": 64},
-    {"features": "pos", "window": 64, "is_causal": True},
+    *({"features": "pos", "window": window, "is_causal": causal} for window in (0, 64) for causal in (False, True)),
     {"features": "sderf"},
     {"features": "wderf", "window": 64},
-    {"features": "landmark"},
-    {"features": "landmark", "is_causal": True},
+    *({"features": "landmark", "is_causal": is_causal} for is_causal in (False, True)),
 ]
 
 

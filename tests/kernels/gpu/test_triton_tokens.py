@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import favor
+from favor.attention.linear import _Form
 from favor.kernels.gpu import tokens as triton_tokens
 from favor.kernels.gpu.common import Blocks, within_memory
 
@@ -14,14 +15,6 @@ def tokens(dtype, batch=2, heads=3, length=150, width=24):
     torch.manual_seed(0)
     # A view with gaps between its rows, as a projection cut into heads leaves it.
     return (torch.randn(batch, length, heads, width + 8)[..., :width].transpose(1, 2) + 3).to(dtype)
-
-
-def value_of(rows, matrix, shift, linear, weight):
-    value = weight * rows.square().sum(-1)
-    if matrix is not None:
-        moved = rows if shift is None else rows - shift.unsqueeze(-2)
-        value = value - (moved @ matrix).square().sum(-1) / 2
-    return value if linear is None else value + (rows @ linear.unsqueeze(-1)).squeeze(-1)
 
 
 @pytest.mark.parametrize(
@@ -49,7 +42,7 @@ def test_forms_and_their_gradients(terms, width, dtype, poisoned):
     grad = torch.randn(2, 3, 70)
     exact = [None if x is None else x.double() for x in (matrix, shift, linear)]
     leaf = rows.double().requires_grad_()
-    value = value_of(leaf, *exact, weight)
+    value = _Form(*exact, weight).of(leaf, torch.float64)
     (slope,) = (
         torch.autograd.grad(
             (value * grad.double()).masked_fill(hidden, 0.0).sum(), leaf, allow_unused=True, materialize_grads=True

@@ -7,6 +7,7 @@ from cases import BF16, F16, Case, check, make, run, small_gradients
 
 from favor.kernels.gpu import window
 
+pytestmark = pytest.mark.usefixtures("poisoned")
 UNEVEN = ((5, 5), (20, 20), (0, 0), (16, 16), (1, 1))
 PREFIXED = ((5, 7), (20, 30), (0, 20), (1, 33), (0, 0))
 # Each of these with one of the two kinds of masking; all forms run both ways in test_ops.py, dense and packed.
@@ -41,21 +42,14 @@ LOW = [
     ("packed, own directions, transposed", F16),
     ("causal, packed, keys first, hidden", BF16),
 ]
+CASES |= {f"{name}, {dtype}": replace(CASES[name], dtype=dtype) for name, dtype in LOW}
 
 
-@pytest.mark.usefixtures("poisoned")
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-def test_float32(case):
+def test_equals_the_definition(case):
     check(window, case)
 
 
-@pytest.mark.usefixtures("poisoned")
-@pytest.mark.parametrize(("name", "dtype"), LOW, ids=str)
-def test_half_precision(name, dtype):
-    check(window, replace(CASES[name], dtype=dtype))
-
-
-@pytest.mark.usefixtures("poisoned")
 @pytest.mark.parametrize("is_causal", [False, True], ids=["bidirectional", "causal"])
 def test_small_gradients_in_float16(is_causal):
     errors = small_gradients(window, Case(window=16, heads=(2, 1), features=40, is_causal=is_causal))
@@ -64,7 +58,6 @@ def test_small_gradients_in_float16(is_causal):
     assert max(errors.values()) <= 3e-3, errors
 
 
-@pytest.mark.usefixtures("poisoned")
 @pytest.mark.parametrize("lengths", [(0, 0), (0, 20)], ids=["no keys", "keys"])
 def test_without_queries_gradients_are_zeros(lengths):
     found = run(window, make(Case(lengths, window=16, is_causal=True)))
