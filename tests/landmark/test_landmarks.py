@@ -116,6 +116,14 @@ def test_padded_queries_attend_as_they_do_in_softmax_attention():
     torch.testing.assert_close(found, exact(*tensors, mask=mask))
 
 
+def test_padding_behind_the_last_queries_has_no_effect():
+    """Fewer queries than keys: the place of the first query depends on how many of them are padding."""
+    tensors, mask = inputs(70, LONG), (torch.arange(LONG) < torch.tensor([[LONG], [LONG - 30]]))
+    found = attend(*tensors, key_padding_mask=mask, **FORMS["causal"])
+    alone = attend(*(tensor[1:, :, : tensor.shape[2] - 30] for tensor in tensors), **FORMS["causal"])
+    torch.testing.assert_close(found[1:, :, :40], alone)
+
+
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_keys_that_matter_are_found(is_causal):
     """Reading them is far better than means alone, and than as many keys by chance."""
