@@ -29,10 +29,6 @@ class Call:
     Attributes:
         padding: of each row of the batch; the rows are as many as there are entries.
         packed: lengths of the queries and of the keys of packed sequences; `length` and `keys` then do not count.
-        kind: of the keys, see `_keys`.
-        given: whether parameters are given, and whether they are corrected.
-        selected: keys that landmarks select.
-        pieces: in how many pieces the call is repeated with a state.
     """
 
     features: str = "pos"
@@ -50,13 +46,13 @@ class Call:
     dtype: str = "float32"
     query_norm: float = 1.0
     key_norm: float = 1.0
-    kind: str = "random"
+    kind: str = "random"  # of the keys, see `_keys`
     scale: float | None = None
     factorization: str = "auto"
     use_statistics: bool = True
-    given: tuple[bool, bool] = (False, False)
-    selected: int = 0
-    pieces: int = 0
+    given: tuple[bool, bool] = (False, False)  # whether parameters are given, and whether they are corrected
+    selected: int = 0  # keys that landmarks select
+    pieces: int = 0  # in which the call is repeated with a state
     seed: int = 0
 
     @property
