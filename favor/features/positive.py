@@ -179,7 +179,10 @@ class ADERF(Regularised):
         form = without_eigh(self.factorization, moments.second_x, "newton_schulz")
         roots = newton_schulz if form == "newton_schulz" else _roots
         root, inverse_root = roots(moments.second_x)
-        mean = inverse_root @ roots(root @ moments.second_y @ root)[0] @ inverse_root
+        product = root @ moments.second_y @ root
+        if form == "newton_schulz":  # it diverges if rounding brought an eigenvalue below zero
+            product = add_diagonal(product, torch.finfo(product.dtype).eps * trace(product))
+        mean = inverse_root @ roots(product)[0] @ inverse_root
         # tr(G M_1 G') = tr(G^-T M_2 G^-1) = tr(F M_1) is the sum of the singular values in Theorem 4.2.
         nuclear = trace(mean @ moments.second_x)
         sigma = optimal_sigma((2 * nuclear + 2 * moments.cross) / moments.head_dim)
