@@ -38,9 +38,9 @@ def test_a_recording_is_its_utterances_from_the_beginning_again_if_need_be(corpu
 
 
 def test_the_speaker_who_speaks_longest_in_order_of_chapters():
-    rows = [("b2", 3, "7", "2"), ("a1", 5, "9", "1"), ("b1", 2, "7", "2"), ("b0", 1, "7", "1")]
+    rows = [("b2", 3, "7", "1"), ("a1", 5, "9", "1"), ("b1", 2, "7", "2"), ("b0", 1, "7", "2")]
     utterances = [Utterance(name, "A", b"", seconds, speaker, chapter) for name, seconds, speaker, chapter in rows]
-    assert [utterance.id for utterance in long_form.longest_speaker(utterances)] == ["b0", "b1", "b2"]
+    assert [utterance.id for utterance in long_form.longest_speaker(utterances)] == ["b2", "b0", "b1"]
 
 
 def test_logits_are_checked(monkeypatch):
