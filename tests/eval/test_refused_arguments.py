@@ -1,9 +1,14 @@
-"""Words of the command line that the measuring programs refuse."""
+"""Words of the command line, and names of backends, that the measuring programs refuse."""
 
+from functools import partial
 from importlib import import_module
 
 import pytest
 
+from favor.eval.approximation.variants import variants_of
+from favor.eval.common.launch import Backend
+from favor.eval.glue import __main__ as glue
+from favor.eval.language.program import Variant
 from favor_command.programs import EVAL, ROOT
 
 REFUSED = [
@@ -37,10 +42,7 @@ REFUSED = [
     ("streaming --pieces_ms 0", "must be at least 1"),
     ("streaming --minutes -1", "must not be negative"),
     ("whisper_ctc m --data_dir d --whisper w", "--whisper rescores the texts of the beam search, so it needs"),
-    (
-        "whisper_ctc m --data_dir d --causal_model m",
-        "--causal_model rescores the texts of the beam search, so it needs",
-    ),
+    ("whisper_ctc m --data_dir d --causal_model m", "--causal_model rescores the texts of the beam search, so it"),
     ("whisper_ctc m --data_dir d --ngram_weights 0", "so they need --causal_model"),
     ("whisper_ctc m --data_dir d --context_texts 2", "so it needs --causal_model"),
     ("whisper_ctc m --data_dir d --context_texts -1", "--context_texts must be at least 0, got -1"),
@@ -54,3 +56,34 @@ def test_words_that_are_refused(words, message, capsys):
     with pytest.raises(SystemExit):
         import_module(ROOT.members().get(program, EVAL.members().get(program)).module).parse_arguments(rest)
     assert message in capsys.readouterr().err
+
+
+listed = partial(variants_of, num_features=[8], windows=[0])
+TEXTS = [
+    (Backend.parse, "favor*:sderf", "backend must be one of"),
+    (Backend.parse, "sdpa:64", "takes no features"),
+    (Backend.parse, "favor+:0", "at least 1"),
+    (Backend.parse, "favor#:sderf:saderf", r"NAME\[:FEATURES\]\[:NUMBER\]"),
+    (Variant.parse, "sdpa:window=3", "must be one of"),
+    (Variant.parse, "favor+:window", "features"),
+    (Variant.parse, "favor+:windoww=3", "Did you mean 'window'"),
+    (Variant.parse, "landmark:cache=all", "cache must be one of"),
+    (Variant.parse, "landmark:num_features=0", "at least 1"),
+    (Variant.parse, "landmark:window=64", "has no window"),
+    (Variant.parse, "favor+:features=sderf", "features"),
+    (listed, ["landmark:page=4"], "unknown option page"),
+    (listed, ["landmark:seed=4"], "seed cannot be set for one of the compared backends"),
+    (listed, ["landmark:window=4"], "landmark has no window"),
+    (listed, ["favor_elu:num_features=4"], "does not read num_features"),
+    (listed, ["landmarks"], "a backend must be one of .* got 'landmarks'"),
+    (listed, ["favor#:wderf:64"], "must be written NAME"),
+    (glue.parse_arguments, ["--seed=3"], "--seed is set by"),
+    (glue.parse_task_options, ["learning_rate=1"], "TASK:NAME=VALUE"),
+    (glue.parse_task_options, ["wnli:learning_rate=1"], "task must be one of"),
+]
+
+
+@pytest.mark.parametrize(("read", "text", "message"), TEXTS)
+def test_texts_that_are_refused(read, text, message):
+    with pytest.raises(ValueError, match=message):
+        read(text)

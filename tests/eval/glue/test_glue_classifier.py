@@ -5,13 +5,7 @@ import shutil
 
 import pytest
 import torch
-from transformers import (
-    AutoModelForSequenceClassification,
-    AutoTokenizer,
-    BertForSequenceClassification,
-    GPT2Config,
-    GPT2ForSequenceClassification,
-)
+import transformers as hf
 
 import favor
 from favor.eval.glue import __main__ as glue
@@ -29,9 +23,9 @@ def classifier(bert_folder, tmp_path):
         torch.manual_seed(1)
         folder, labels = tmp_path / "classifier", dict(enumerate(names))
         numbers = {name: number for number, name in labels.items()}
-        model = BertForSequenceClassification.from_pretrained(bert_folder, id2label=labels, label2id=numbers)
+        model = hf.BertForSequenceClassification.from_pretrained(bert_folder, id2label=labels, label2id=numbers)
         torch.nn.init.normal_(model.classifier.weight)
-        tokenizer = AutoTokenizer.from_pretrained(bert_folder)
+        tokenizer = hf.AutoTokenizer.from_pretrained(bert_folder)
         words = tokenizer(sorted(tokenizer.get_vocab()), return_tensors="pt")
         with torch.no_grad():  # centred logits: all labels are predicted
             model.classifier.bias -= model.eval()(**words).logits.mean(0)
@@ -47,10 +41,9 @@ def evaluate(glue_folder, tmp_path):
     """Gives a function that evaluates a folder, and returns the content of its JSON file by row, and its report."""
 
     def call(folder, task: str, *words: str):
-        where = ["--data_dir", str(glue_folder), "--output_dir", str(tmp_path / "out"), "--name", "result"]
+        where = ["--data_dir", str(glue_folder), "--output_dir", str(tmp_path), "--name", "x"]
         assert glue.main(["--model_name_or_path", str(folder), "--task_name", task, *where, *words]) == 0
-        content = json.loads((tmp_path / "out" / "result.json").read_text())
-        report = (tmp_path / "out" / "result.md").read_text()
+        content, report = json.loads((tmp_path / "x.json").read_text()), (tmp_path / "x.md").read_text()
         return {row["attention"]: row for row in content["rows"]}, content, report
 
     return call
@@ -58,10 +51,10 @@ def evaluate(glue_folder, tmp_path):
 
 def outputs(folder, data, split="validation", backend="sdpa", **options) -> torch.Tensor:
     """The logits of the model, sample by sample, with no padding and none of the program's code."""
-    model = AutoModelForSequenceClassification.from_pretrained(folder).eval()
+    model = hf.AutoModelForSequenceClassification.from_pretrained(folder).eval()
     if backend != "sdpa":
         favor.configure(model, backend, **options)
-    tokenizer, columns = AutoTokenizer.from_pretrained(folder), data.task.sentences
+    tokenizer, columns = hf.AutoTokenizer.from_pretrained(folder), data.task.sentences
     texts = [[row[name] for name in columns] for row in data.evaluation[split]]
     with torch.no_grad():
         return torch.cat([model(**tokenizer(*own, return_tensors="pt")).logits for own in texts])
@@ -134,9 +127,9 @@ def test_one_half_of_mnli_is_told_of(classifier, evaluate, glue_folder, tmp_path
 def test_scores_of_a_decoder_without_padding_token(bert_folder, evaluate, glue_folder, tmp_path):
     folder, data = tmp_path / "gpt2", load_glue("stsb", glue_folder)
     torch.manual_seed(0)
-    config = GPT2Config(vocab_size=19, n_embd=16, n_layer=1, n_head=2, num_labels=1, initializer_range=0.2)
-    GPT2ForSequenceClassification(config).save_pretrained(folder)
-    AutoTokenizer.from_pretrained(bert_folder).save_pretrained(folder)
+    config = hf.GPT2Config(vocab_size=19, n_embd=16, n_layer=1, n_head=2, num_labels=1, initializer_range=0.2)
+    hf.GPT2ForSequenceClassification(config).save_pretrained(folder)
+    hf.AutoTokenizer.from_pretrained(bert_folder).save_pretrained(folder)
     rows, _, report = evaluate(folder, "stsb", "--backends", "favor+:8", "--exact_below", "0")
     options = {"backend": "favor+", "num_features": 8, "exact_below": 0}
     exact, switched = (outputs(folder, data, **own) for own in ({}, options))
@@ -147,12 +140,12 @@ def test_scores_of_a_decoder_without_padding_token(bert_folder, evaluate, glue_f
     assert "mean change of a score" in report
 
 
-@pytest.mark.parametrize("kind", [AutoModelForSequenceClassification, PerformerBertForSequenceClassification])
+@pytest.mark.parametrize("kind", [hf.AutoModelForSequenceClassification, PerformerBertForSequenceClassification])
 def test_a_saved_backend_is_the_default_and_keeps_its_options(kind, classifier, evaluate, tmp_path):
     model = kind.from_pretrained(classifier(["negative", "positive"]))
     folder, options = tmp_path / "switched", {"features": "sderf", "num_features": 6, "exact_below": 0}
     favor.configure(model, "favor#", **options).save_pretrained(folder)
-    AutoTokenizer.from_pretrained(tmp_path / "classifier").save_pretrained(folder)
+    hf.AutoTokenizer.from_pretrained(tmp_path / "classifier").save_pretrained(folder)
     rows, _, _ = evaluate(folder, "sst2")
     assert list(rows) == ["sdpa", "favor#"]
     assert {name: rows["favor#"]["options"][name] for name in options} == options
@@ -189,14 +182,11 @@ def test_what_cannot_be_is_refused(words, message, classifier, glue_folder, tmp_
         glue.main(["--model_name_or_path", str(classifier(["cat", "dog"])), *where, *words])
 
 
-def test_models_without_a_head_are_refused(bert_folder, glue_folder):
+def test_other_models_options_and_texts_are_refused(bert_folder, glue_folder, classifier, tmp_path, capsys):
     with pytest.raises(ValueError, match="which holds a BertModel: favor train glue fine-tunes one"):
         glue.main(["--model_name_or_path", str(bert_folder), "--task_name", "sst2", "--data_dir", str(glue_folder)])
     with pytest.raises(ValueError, match="name it by --model_name_or_path"):
         glue.main(["--task-name=sst2"])
-
-
-def test_options_and_texts_that_are_not_known_are_refused(classifier, tmp_path, capsys):
     (tmp_path / "dev.tsv").write_text("sentence\tlabel\nzz\t0\ngood\t1\n")
     words = ["--model_name_or_path", str(classifier(["negative", "positive"])), "--output_dir", str(tmp_path / "out")]
     words += ["--task_name", "sst2", "--data_dir", str(tmp_path)]

@@ -1,4 +1,4 @@
-"""The evaluation's table: every value in its place, the paper's rows, and runs that are really trained and reloaded."""
+"""The table of the evaluation, runs that are really trained and reloaded, and metrics beside those of libraries."""
 
 import json
 import re
@@ -6,6 +6,8 @@ import statistics
 
 import numpy as np
 import pytest
+import scipy.stats
+import sklearn.metrics
 from launching import Forked
 
 from favor.eval.common import launch
@@ -13,6 +15,8 @@ from favor.eval.common.launch import Backend
 from favor.eval.glue import __main__ as glue
 from favor.eval.glue import table
 from favor.train import distill
+from favor.train.text.glue_data import TASKS as GLUE_TASKS
+from favor.train.text.glue_report import glue_metrics
 
 TASKS = [column.task for column in table.COLUMNS]
 # Means of the paper's rows over the eight tasks, computed apart from the rows themselves.
@@ -103,22 +107,11 @@ def test_contradictions_are_errors():
         run("rte", "sdpa", 0, 0.5, seeds=[0, 1])
 
 
-def test_command_line_errors():
-    numbers = (["--num_features", "32"], ["--task_options", "rte:num_features=32"])
-    for words in numbers:
+def test_the_number_of_features_is_given_once():
+    for words in (["--num_features", "32"], ["--task_options", "rte:num_features=32"]):
         glue.parse_arguments(["--backends", "favor+", *words])
-    for call, given, message in (
-        (glue.parse_arguments, ["--seed", "3"], "--seed is set by"),
-        *((glue.parse_arguments, ["--backends", "favor+:64", *own], "--num_features is set by") for own in numbers),
-        (glue.parse_task_options, ["learning_rate=1"], "TASK:NAME=VALUE"),
-        (glue.parse_task_options, ["wnli:learning_rate=1"], "task must be one of"),
-        (Backend.parse, "favor*:sderf", "backend must be one of"),
-        (Backend.parse, "sdpa:64", "takes no features"),
-        (Backend.parse, "favor+:0", "at least 1"),
-        (Backend.parse, "favor#:sderf:saderf", r"NAME\[:FEATURES\]\[:NUMBER\]"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            call(given)
+        with pytest.raises(ValueError, match="--num_features is set by"):
+            glue.parse_arguments(["--backends", "favor+:64", *words])
 
 
 def test_backends_as_arguments_and_folders():
@@ -174,12 +167,10 @@ def test_an_adapted_model_is_fine_tuned(bert_folder, glue_folder, text, tmp_path
 def test_train_fail_and_resume(bert_folder, glue_folder, tmp_path, capsys, monkeypatch):
     """CoLA, which has no data here, is reported and leaves a dash."""
     monkeypatch.setattr(launch, "subprocess", Forked)
-    train = [
-        "--tasks", "sst2", "cola", "--backends", "sdpa", "favor#:saderf:8", "--seeds", "3", "--name", "table",
-        "--model_name_or_path", str(bert_folder), "--data_dir", str(glue_folder), "--results_dir", str(tmp_path),
-        "--output_dir", str(tmp_path / "runs"), "--exact_below", "0", "--learning_rate", "1e-2",
-        "--max_train_steps", "4", "--task_options", "sst2:max_train_steps=3",
-    ]  # fmt: skip
+    words = f"--model_name_or_path {bert_folder} --data_dir {glue_folder} --output_dir {tmp_path}/runs"
+    words += f" --results_dir {tmp_path} --tasks sst2 cola --backends sdpa favor#:saderf:8 --seeds 3 --name table"
+    words += " --exact_below 0 --learning_rate 1e-2 --max_train_steps 4 --task_options sst2:max_train_steps=3"
+    train = words.split()
     assert glue.main(train) == 1
     printed = capsys.readouterr()
     assert "was finished before" not in printed.out
@@ -200,3 +191,43 @@ def test_train_fail_and_resume(bert_folder, glue_folder, tmp_path, capsys, monke
     assert capsys.readouterr().out.count("was finished before") == 2
     with pytest.raises(ValueError, match="holds a finished run with other arguments"):
         glue.main([word.replace("1e-2", "1e-3") for word in train])
+
+
+TRUTH = {
+    "accuracy": sklearn.metrics.accuracy_score,
+    "f1": sklearn.metrics.f1_score,
+    "matthews_correlation": sklearn.metrics.matthews_corrcoef,
+    "pearson": lambda true, said: scipy.stats.pearsonr(said, true).statistic,
+    "spearmanr": lambda true, said: scipy.stats.spearmanr(said, true).statistic,
+}
+F1 = 2 * (1 / 3) * (1 / 2) / (1 / 3 + 1 / 2)
+BY_HAND = [
+    ("mrpc", [1, 1, 1, 0], [1, 0, 0, 1], {"accuracy": 0.25, "f1": F1}),
+    ("mrpc", [0, 0], [0, 0], {"accuracy": 1.0, "f1": 0.0}),  # no positives
+    ("cola", [1, 1, 1, 0], [1, 1, 0, 0], {"matthews_correlation": 2 / np.sqrt(3 * 2 * 2 * 1)}),
+    # Constant predictions have no correlation.
+    *(("cola", [said] * 4, [0, 1, 1, 0], {"matthews_correlation": 0.0}) for said in (0, 1)),
+    *(("stsb", [said] * 4, [0.0, 1.5, 1.0, 4.0], {"pearson": 0.0, "spearmanr": 0.0}) for said in (0, 1)),
+]
+
+
+@pytest.mark.parametrize("name", GLUE_TASKS)
+def test_metrics_of_each_task_are_those_of_other_libraries(name):
+    task, source = GLUE_TASKS[name], np.random.default_rng(0)
+    said, true = source.integers(0, max(2, task.num_labels), (2, 57))
+    if task.is_regression:
+        true = source.uniform(0, 5, 57)
+        said = true**2 + source.normal(0, 2, 57)
+    found = glue_metrics(task, said, true)
+    assert found == {metric: pytest.approx(TRUTH[metric](true, said)) for metric in task.metrics}
+
+
+@pytest.mark.parametrize(("task", "said", "true", "expected"), BY_HAND)
+def test_numbers_by_hand(task, said, true, expected):
+    assert glue_metrics(GLUE_TASKS[task], said, true) == pytest.approx(expected)
+
+
+def test_nearly_constant_predictions_raise_no_warning():
+    nearly = 1.0 + np.array([0.0, 1e-15, 0.0, 2e-15])
+    scores = glue_metrics(GLUE_TASKS["stsb"], nearly, [0.0, 1.5, 1.0, 4.0])
+    assert all(-1.0 <= score <= 1.0 for score in scores.values())

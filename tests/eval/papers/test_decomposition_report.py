@@ -14,13 +14,10 @@ from favor.eval.papers import power_methods as methods
 
 
 @pytest.fixture(autouse=True)
-def small(monkeypatch):
-    monkeypatch.setattr(program.torch, "set_num_threads", lambda count: None)
-    sizes = {"ROUNDS": 1, "DRAWS": 2, "SETS": ("digits", "planted"), "SWEEPS": (1, 5, 50), "STARTS": 2}
-    for name, value in sizes.items():
-        monkeypatch.setattr(program, name, value)
-    for name, value in {"ITERATIONS": 400, "ROWS": 200, "GAPS": (0.05,), "PASSES": 3, "SEEDS": 1}.items():
-        monkeypatch.setattr(methods, name, value)
+def small(sized):
+    sized(program.torch, set_num_threads=lambda count: None)
+    sized(program, ROUNDS=1, DRAWS=2, SETS=("digits", "planted"), SWEEPS=(1, 5, 50), STARTS=2)
+    sized(methods, ITERATIONS=400, ROWS=200, GAPS=(0.05,), PASSES=3, SEEDS=1)
 
 
 def write_keel(folder):
@@ -209,10 +206,10 @@ def test_numbers_of_sequences_and_the_claim():
         assert check.holds == holds
 
 
-def test_writes_a_report_with_checks(tmp_path, monkeypatch, capsys, ran):
-    monkeypatch.setattr(program, "problem", lambda name: (np.random.default_rng(0).poisson(2.0, (40, 30)) * 1.0, 3))
-    monkeypatch.setattr(methods, "problem", fewer_components)
-    monkeypatch.setattr(program, "wbc", lambda seed=None: program.keel("BreastW", tmp_path))
+def test_writes_a_report_with_checks(tmp_path, sized, capsys, ran):
+    counts = np.random.default_rng(0).poisson(2.0, (40, 30)) * 1.0
+    sized(program, problem=lambda name: (counts, 3), wbc=lambda seed=None: program.keel("BreastW", tmp_path))
+    sized(methods, problem=fewer_components)
     write_keel(tmp_path)
     result, _ = ran(program, "--parts", "pca", "nmf", "outliers", "mixture", "--keel_dir", tmp_path, code=0)
     assert "decomposition --parts pca nmf outliers mixture --keel_dir DATA --name x" in result["command"]

@@ -1,10 +1,13 @@
-"""Error rates of saved speech models: hypotheses against a search by hand, counts against jiwer, errors by name."""
+"""Error rates of saved speech models against a search by hand and jiwer; lexicons and language models, by hand."""
 
 import itertools
 import json
+import lzma
+import sys
 import time
 
 import jiwer
+import numpy as np
 import pytest
 import soundfile
 import torch
@@ -12,16 +15,9 @@ from tiny_speech import SPLITS, save_model, write_corpus
 
 import favor
 from favor.eval import asr
+from favor.eval.speech import language_model, lexicon
+from favor.models import speech
 from favor.models.conformer import ConformerForCTC, ConformerForTransducer
-from favor.models.speech import (
-    ConformerProcessor,
-    WordLexicon,
-    WordScorer,
-    ctc_lexicon_beam,
-    ctc_word_beam,
-    transducer_beam,
-    write_arpa,
-)
 from favor.train.speech.batches import SpeechDataset
 
 
@@ -40,7 +36,7 @@ def call(model, corpus, output, *flags, splits=("dev",)):
 
 def features(folder, corpus, name):
     """Inputs of one utterance, without padding."""
-    processor = ConformerProcessor.from_pretrained(folder)
+    processor = speech.ConformerProcessor.from_pretrained(folder)
     samples, rate = soundfile.read(corpus / f"{name}.wav", dtype="float32")
     return processor, processor(samples, sampling_rate=rate)["input_features"]
 
@@ -86,7 +82,7 @@ def test_beam_search_of_a_transducer(transducer, corpus, tmp_path):
         ids = model.generate(inputs)[0].tolist()
         assert row["greedy"] == processor.tokenizer.decode([token for token in ids if token], group_tokens=False)
         with torch.no_grad():
-            best = transducer_beam(model, *model.encode(inputs), beam_size=3)[0][0]
+            best = speech.transducer_beam(model, *model.encode(inputs), beam_size=3)[0][0]
         assert row["beam 3"] == processor.tokenizer.decode(list(best.tokens), group_tokens=False)
     words = (tmp_path / "asr.md").read_text()
     assert words.count("| test | greedy |") == words.count("| test | beam 3 |") == 1
@@ -95,7 +91,7 @@ def test_beam_search_of_a_transducer(transducer, corpus, tmp_path):
 @pytest.mark.parametrize("known", [False, True])
 def test_a_language_model_with_hotwords_or_known_words(ctc, corpus, tmp_path, known):
     pytest.importorskip("flashlight.lib.text.decoder", reason="needs flashlight-text, of the extra lm")
-    path = write_arpa(["GO FIN", "HER EAR", "A BAT GO"], tmp_path / "lm.arpa", 2)
+    path = speech.write_arpa(["GO FIN", "HER EAR", "A BAT GO"], tmp_path / "lm.arpa", 2)
     words = ["--language_model", str(path), "--lm_weight", "0.2", "--word_score", "2"]
     hotwords = ["--beam_size", "10", "--hotwords", "COT", "DO A", "--hotword_weight", "3"]
     words += ["--known_words"] if known else hotwords
@@ -108,12 +104,12 @@ def test_a_language_model_with_hotwords_or_known_words(ctc, corpus, tmp_path, kn
         with torch.no_grad():
             logits = model(inputs).logits
         if known:
-            scorer = WordLexicon(processor.tokenizer, path, 0.2, 2.0)
-            best = ctc_lexicon_beam(logits, [logits.shape[1]], scorer)[0][0].tokens
+            scorer = speech.WordLexicon(processor.tokenizer, path, 0.2, 2.0)
+            best = speech.ctc_lexicon_beam(logits, [logits.shape[1]], scorer)[0][0].tokens
             assert set(row[name].split()) <= {"GO", "FIN", "HER", "EAR", "A", "BAT"}
         else:
-            scorer = WordScorer(processor.tokenizer, path, 0.2, 2.0, ["COT", "DO A"], 3.0)
-            best = ctc_word_beam(logits, [logits.shape[1]], scorer, 10)[0][0].tokens
+            scorer = speech.WordScorer(processor.tokenizer, path, 0.2, 2.0, ["COT", "DO A"], 3.0)
+            best = speech.ctc_word_beam(logits, [logits.shape[1]], scorer, 10)[0][0].tokens
         assert row[name] == processor.tokenizer.decode(best, group_tokens=False)
     assert any(row[name] not in ("", row["greedy"]) for row in rows["dev"])
 
@@ -142,7 +138,7 @@ def test_another_backend(ctc, corpus, tmp_path):
     assert found != exact
     # A model that was saved with a backend keeps it and its seed.
     model.save_pretrained(tmp_path / "saved")
-    ConformerProcessor.from_pretrained(ctc).save_pretrained(tmp_path / "saved")
+    speech.ConformerProcessor.from_pretrained(ctc).save_pretrained(tmp_path / "saved")
     content, rows = call(tmp_path / "saved", corpus, tmp_path / "again")
     assert (content["attn_implementation"], content["favor"]["seed"]) == ("favor++", 5)
     assert [row["greedy"] for row in rows["dev"]] == found
@@ -186,3 +182,109 @@ def test_user_errors(ctc, transducer, corpus, tmp_path):
             call(model, corpus, output, *words)
     with pytest.raises(ValueError, match="splits must be different"):
         call(ctc, corpus, tmp_path, splits=("dev", "dev"))
+
+
+DICTIONARY = """good G UH1 D
+day D EY1 # a comment
+a.m. EY2 EH1 M
+read R IY1 D
+read(2) R EH1 D
+read(3) R IY0 D
+rose R OW1 Z
+rock R AA1 K
+"""
+WIDTH = 4
+TEXT = "Mr. Grey came in. It was \u201ccold\u201d; very cold!\n\n* * *\n\nGrey left"
+SAID = ["MISTER GREY CAME IN", "IT WAS COLD", "VERY COLD", "GREY LEFT"]
+
+
+@pytest.fixture
+def dictionary(tmp_path):
+    (tmp_path / "dictionary.txt").write_text(DICTIONARY)
+    return ["--dictionary", str(tmp_path / "dictionary.txt"), "--output_file", str(tmp_path / "new/lexicon.txt")]
+
+
+def network(path):
+    """Random weights, with those of the package's names and shapes."""
+    generator = np.random.default_rng(0)
+    weights = {"enc_emb": (len(lexicon.LETTERS), 3), "dec_emb": (len(lexicon.PHONEMES), 3)}
+    for name in ("enc", "dec"):
+        weights |= {f"{name}_w_ih": (3 * WIDTH, 3), f"{name}_w_hh": (3 * WIDTH, WIDTH)}
+        weights |= {f"{name}_b_ih": (3 * WIDTH,), f"{name}_b_hh": (3 * WIDTH,)}
+    weights |= {"fc_w": (len(lexicon.PHONEMES), WIDTH), "fc_b": (len(lexicon.PHONEMES),)}
+    np.savez(path, **{name: generator.normal(size=size).astype(np.float32) for name, size in weights.items()})
+    return {name: torch.from_numpy(array) for name, array in np.load(path).items()}
+
+
+def test_the_words_of_a_dictionary_and_of_texts(dictionary, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(lexicon.LetterToSound, "installed", classmethod(lambda kind: None))
+    (tmp_path / "text.txt").write_text("Good day's read; a rose's rock's. The roses' Zugzwang")
+    assert lexicon.main([*dictionary, "--texts", str(tmp_path / "text.txt")]) == 0
+    spoken = speech.Pronunciations(tmp_path / "new/lexicon.txt").spoken
+    expected = {"GOOD": "G UH D", "DAY": "D EY", "READ": "R IY D, R EH D", "ROSE": "R OW Z", "ROCK": "R AA K"}
+    expected |= {"DAY'S": "D EY Z", "ROSE'S": "R OW Z IH Z", "ROCK'S": "R AA K S"}
+    assert {word: ", ".join(map(" ".join, own)) for word, own in spoken.items()} == expected
+    out = capsys.readouterr().out
+    assert "5 words of the dictionary and 3 more" in out
+    assert "4 words have no pronunciation, such as A, ROSES', THE, ZUGZWANG" in out
+
+
+def test_the_network_is_that_of_the_package(tmp_path, monkeypatch, dictionary):
+    """Two GRUs, the last state of the first begins the second, and the most probable phoneme goes on."""
+    (tmp_path / "g2p_en").mkdir()
+    (tmp_path / "g2p_en/__init__.py").write_text("raise ImportError('not imported')")
+    weights = network(tmp_path / "g2p_en/checkpoint20.npz")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "g2p_en", raising=False)
+    said = lexicon.LetterToSound.installed()
+    grus = {}
+    for name in ("enc", "dec"):
+        grus[name] = torch.nn.GRU(3, WIDTH, batch_first=True)
+        kinds = {"weight_ih_l0": "w_ih", "weight_hh_l0": "w_hh", "bias_ih_l0": "b_ih", "bias_hh_l0": "b_hh"}
+        grus[name].load_state_dict({own: weights[f"{name}_{other}"] for own, other in kinds.items()})
+    letters = [lexicon.LETTERS.index(one) for one in "zugs"] + [lexicon.LETTERS.index("</s>")]
+    state, expected = grus["enc"](weights["enc_emb"][letters][None])[1], [lexicon.PHONEMES.index("<s>")]
+    for _ in range(20):
+        frames, state = grus["dec"](weights["dec_emb"][expected[-1]][None, None], state)
+        expected.append(int((frames[0, 0] @ weights["fc_w"].T + weights["fc_b"]).argmax()))
+        if lexicon.PHONEMES[expected[-1]] == "</s>":
+            break
+    names = [lexicon.PHONEMES[one].rstrip("012") for one in expected if lexicon.PHONEMES[one][0] != "<"]
+    assert said("ZUG'S").split() == names
+    assert len(lexicon.PHONEMES) == 74
+    (tmp_path / "text.txt").write_text("zugs")
+    lexicon.main([*dictionary, "--texts", str(tmp_path / "text.txt")])
+    found = speech.Pronunciations(tmp_path / "new/lexicon.txt").spoken.get("ZUGS", [()])
+    assert found == [tuple(names)]
+
+
+def test_sentences_are_transcripts(tmp_path, capsys):
+    (tmp_path / "a.txt").write_text(TEXT, encoding="utf-8")
+    with lzma.open(tmp_path / "b.txt.xz", "wt", encoding="utf-8") as stream:
+        stream.write("Grey came.")
+    (tmp_path / "words.txt").write_text("Zebra\nit's\nnew york\ncold\n", encoding="utf-8")
+    for order in (2, 3):
+        texts = ["--texts", tmp_path / "a.txt", tmp_path / "b.txt.xz", "--output_file", tmp_path / "new/lm.arpa"]
+        language_model.main([*map(str, texts), "--order", str(order), "--words", str(tmp_path / "words.txt")])
+        words = ["ZEBRA", "IT'S", "NEW", "YORK"]
+        expected = speech.write_arpa([*SAID, "GREY CAME"], tmp_path / "expected.arpa", order, words).read_text()
+        assert (tmp_path / "new/lm.arpa").read_text() == expected
+    assert "5 sentences of 13 words, 9 different ones and 4 more" in capsys.readouterr().out
+    language_model.main(["--texts", str(tmp_path / "a.txt"), "--output_file", str(tmp_path / "lm.arpa")])
+    assert (tmp_path / "lm.arpa").read_text() == speech.write_arpa(SAID, tmp_path / "expected.arpa", 3).read_text()
+
+
+def test_what_is_refused(dictionary, tmp_path):
+    (tmp_path / "dictionary.txt").write_text("a.m. EY2 EH1 M\ngood\n")
+    with pytest.raises(ValueError, match="must have lines of a word and its phonemes"):
+        lexicon.main(dictionary)
+    (tmp_path / "empty.txt").write_text("1, 2, 3.")
+    (tmp_path / "a.txt").write_text(TEXT, encoding="utf-8")
+    for name, order, message in (
+        ("empty.txt", 3, "texts must hold at least one word"),
+        ("none.txt", 3, r"expected a text file, got .*none\.txt"),
+        ("a.txt", 7, "order must be 2 to 6, which KenLM reads, got 7"),
+    ):
+        words = ["--texts", str(tmp_path / name), "--order", str(order), "--output_file", str(tmp_path / "lm.arpa")]
+        with pytest.raises(ValueError, match=message):
+            language_model.main(words)

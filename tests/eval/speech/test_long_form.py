@@ -1,7 +1,4 @@
-"""Whole chapters in one pass: recordings, the rules for skipping and refusing, failures, memory against L x L.
-
-No speed is asserted.
-"""
+"""Whole chapters in one pass, and streams: recordings, skips, failures, memory and state. No speed is asserted."""
 
 import os
 
@@ -12,11 +9,11 @@ import torch
 from tiny_speech import SPLITS, TEXTS, save_model
 from transformers.models.lasr import modeling_lasr
 
-from favor.eval import long_form
+from favor.eval import long_form, streaming
 from favor.eval.common.isolated import Failure, isolated, unavailable
 from favor.eval.common.launch import Backend
 from favor.eval.speech import long_form_cell as cell
-from favor.models.conformer import ConformerForCTC
+from favor.models.conformer import ConformerForCTC, ConformerStream
 from favor.models.speech import ConformerProcessor, ctc_greedy
 from favor.train.speech.data import Utterance
 from favor.train.speech.sources import load_speech
@@ -41,9 +38,9 @@ def test_a_recording_is_its_utterances_from_the_beginning_again_if_need_be(corpu
 
 
 def test_the_speaker_who_speaks_longest_in_order_of_chapters():
-    rows = [("b2", 3, "7", "2"), ("a1", 5, "9", "1"), ("b1", 2, "7", "2"), ("b0", 1, "7", "1")]
+    rows = [("b2", 3, "7", "1"), ("a1", 5, "9", "1"), ("b1", 2, "7", "2"), ("b0", 1, "7", "2")]
     utterances = [Utterance(name, "A", b"", seconds, speaker, chapter) for name, seconds, speaker, chapter in rows]
-    assert [utterance.id for utterance in long_form.longest_speaker(utterances)] == ["b0", "b1", "b2"]
+    assert [utterance.id for utterance in long_form.longest_speaker(utterances)] == ["b2", "b0", "b1"]
 
 
 def test_logits_are_checked(monkeypatch):
@@ -106,7 +103,7 @@ def test_a_cell_without_memory_is_reported_and_the_others_go_on(monkeypatch, ran
         return good(task, more)
 
     asked = answering(monkeypatch, answers)
-    words = ["--preset", "tiny", "--minutes", "3", "1", "0.2", "--max_exact_minutes", "1", "--num_features", "16"]
+    words = [*SMALL, "--minutes", "3", "1", "0.2", "--max_exact_minutes", "1"]
     content, text = ran(long_form, *words, code=1)  # as slow as sdpa here
     found = {(c["minutes"], c["backend"]): (c["status"], c.get("reason")) for c in content["cells"]}
     assert found.pop((1.0, "sdpa")) == ("failed", "out of memory")
@@ -170,11 +167,6 @@ def test_word_errors_of_the_whole_and_of_its_parts(corpus, tmp_path, monkeypatch
     assert [each[name] for each in cells for name in ("wer", "utterance_wer")] == pytest.approx(expected)
 
 
-def test_a_transducer_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="must be a ConformerForCTC that is not causal"):
-        long_form.check_model(cell.Setup(model_name_or_path=str(save_model(tmp_path, "transducer"))))
-
-
 @pytest.mark.slow
 @pytest.mark.skipif(unavailable() is not None, reason="needs Linux")
 def test_processes_end_as_they_should():
@@ -193,7 +185,7 @@ def test_processes_end_as_they_should():
 def test_a_whole_run(monkeypatch, ran):
     """Peak memory of eager attention is two to three matrices of 4 x L x L numbers, that of sdpa less than one."""
     monkeypatch.setattr(long_form, "REPEATS", 1)
-    content, _ = ran(long_form, "--preset", "tiny", "--num_features", 16, "--minutes", 0.6)
+    content, _ = ran(long_form, *SMALL, "--minutes", 0.6)
     last = {c["backend"]: c for c in content["cells"]}
     assert list(last) == ["favor#", "sdpa", "eager"]
     for each in last.values():
@@ -208,3 +200,89 @@ def test_a_whole_run(monkeypatch, ran):
     samples, features = 0.6 * 60 * 16000 * 4, 3598 * 80 * 4
     assert last["sdpa"]["bytes"]["features"] > 2 * features - 1e5  # float64 for the statistics
     assert last["sdpa"]["bytes"]["total"] - last["sdpa"]["bytes"]["pass"] > samples + features - 1e6
+
+
+SETUP = cell.Setup("tiny", num_features=16, causal=True)
+SMALL = ["--preset", "tiny", "--num_features", "16"]
+
+
+@pytest.fixture(autouse=True)
+def quick(sized):
+    sized(streaming, REPEATS=2, CHECK_SECONDS=1.3)
+
+
+def test_a_stream_that_is_wrong_is_found(monkeypatch, tmp_path, capsys):
+    extractor, audio = streaming.make_extractor(SETUP), cell.noise(1.5)
+    model = streaming.build("favor+", extractor, SETUP)
+    assert 0 <= streaming.difference(model, extractor, audio, 1280) < 1e-4
+    right = ConformerStream.feed
+    monkeypatch.setattr(ConformerStream, "feed", lambda self, piece: right(self, piece) + 0.01)
+    assert streaming.difference(model, extractor, audio, 1280) == pytest.approx(0.01, rel=1e-2)
+    monkeypatch.setattr(streaming, "measure", lambda *_: pytest.fail("measured"))
+    assert streaming.main([*SMALL, "--output_dir", str(tmp_path), "--backends", "favor+"]) == 1
+    assert "logits differ from those of a whole pass: favor+ by 0.01: no times are given" in capsys.readouterr().out
+    assert not list(tmp_path.iterdir())
+    for factor, share in ((torch.nan, 1), (1, 2)):  # no numbers; half a piece
+        wrong = lambda self, piece, a=factor, b=share: a * right(self, piece[: len(piece) // b])  # noqa: E731
+        monkeypatch.setattr(ConformerStream, "feed", wrong)
+        assert streaming.difference(model, extractor, audio, 1280) == float("inf")
+
+
+@pytest.mark.parametrize("backend", ["favor+", "sdpa"])
+def test_a_branch_goes_on_by_itself(backend):
+    extractor, audio = streaming.make_extractor(SETUP), cell.noise(3.0)
+    model = streaming.build(backend, extractor, SETUP)
+    stream = model.stream(extractor)
+    streaming.feed(stream, audio[:16000], 1280)
+    branch = streaming.branch(stream)
+    assert branch.model is model
+    assert branch.encoder.layers[0] is model.encoder.layers[0]
+    found = streaming.feed(branch, audio[16000:], 1600)
+    assert branch.frames > stream.frames
+    torch.testing.assert_close(found, streaming.feed(stream, audio[16000:], 1600), rtol=0, atol=0)
+
+
+def test_a_whole_run_of_streams(ran):
+    content, _ = ran(streaming, *SMALL, "--pieces_ms", 80, 320, "--minutes", 0.05, 0)
+    assert max(content["differences"].values()) < 1e-4
+    rows = {(row["piece_ms"], row["minutes"], row["backend"]): row for row in content["rows"]}
+    assert len(rows) == 2 * 2 * 3
+    for row in rows.values():
+        assert 0 < row["median"] <= row["upper"]
+        assert min(row["cpu_factor"], row["factor"]) > 0
+    for piece in (80, 320):
+        early, late = (rows[piece, minutes, "sdpa"] for minutes in (0, 0.05))
+        assert (early["seconds"], late["seconds"]) == (pytest.approx(1.28), pytest.approx(3.0))
+        # Keys and values of 4 layers, width 128, for every frame that is new.
+        frames = round((late["seconds"] - early["seconds"]) / 0.04)
+        assert late["state_bytes"] - early["state_bytes"] == pytest.approx(4 * 2 * 128 * 4 * frames, rel=0.03)
+        for name in ("favor+", "favor#"):
+            sizes = [rows[piece, minutes, name]["state_bytes"] for minutes in (0, 0.05)]
+            # 16 features a head with values of width 32 and a weight each; 14 frames for the convolution.
+            state = 4 * (4 * 16 * (32 + 1) + 14 * 128) * 4
+            assert sizes == pytest.approx([state, state], rel=0.15)
+    assert content["latency_seconds"] == pytest.approx(0.145)
+    assert [check["statement"].split(":")[0] for check in content["checks"]] == 3 * ["favor+"] + 3 * ["favor#"]
+
+
+def row(backend, minutes, state, cpu, factor):
+    numbers = {"state_bytes": state, "cpu": cpu, "cpu_factor": factor}
+    return {"backend": backend, "piece_ms": 40, "minutes": minutes, **numbers}
+
+
+def test_what_is_claimed_of_streams():
+    sdpa = [row("sdpa", 0, 10, 1, 0.1), row("sdpa", 5, 1000, 9, 2.0)]
+    good = [row("favor+", 0, 1000, 10, 0.4), row("favor+", 5, 1010, 15, 0.9)]
+    assert [check.holds for check in streaming.checks([*good, *sdpa])] == [True, True, True]
+    bad = [row("favor+", 0, 1000, 10, 0.4), row("favor+", 5, 1011, 15.1, 1.0)]
+    assert [check.holds for check in streaming.checks([*bad, *sdpa])] == [False, False, False]
+
+
+def test_features_of_noise_are_normalised_and_models_of_another_kind_are_refused(tmp_path):
+    features = streaming.make_extractor(SETUP)(cell.noise(5.0, 7), sampling_rate=16000).input_features[0]
+    np.testing.assert_allclose(features.mean(0), 0, atol=0.25)
+    np.testing.assert_allclose(features.std(0), 1, atol=0.25)
+    with pytest.raises(ValueError, match="a model for streaming"):
+        streaming.make_extractor(cell.Setup(model_name_or_path=str(save_model(tmp_path, causal=True))))
+    with pytest.raises(ValueError, match="must be a ConformerForCTC that is not causal"):
+        long_form.check_model(cell.Setup(model_name_or_path=str(save_model(tmp_path / "other", "transducer"))))

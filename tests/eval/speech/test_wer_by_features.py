@@ -169,9 +169,8 @@ def test_numbers_of_the_table(tmp_path):
                 assert found["mean"] == pytest.approx(values.mean())
                 assert found["std"] == pytest.approx(values.std(ddof=1))
     # 24 / 20 = 1.2 and 30 / 25 = 1.2; 11 / 10 = 1.1 and 11 / 8 = 1.375.
-    assert sections["After training: dev"]["`favor#:sderf`", "8"] == [
-        "27.00 ± 4.24", "1.200 ± 0.000", "11.00 ± 0.00", "1.238 ± 0.194",
-    ]  # fmt: skip
+    shown = ["27.00 ± 4.24", "1.200 ± 0.000", "11.00 ± 0.00", "1.238 ± 0.194"]
+    assert sections["After training: dev"]["`favor#:sderf`", "8"] == shown
     assert sections["Cost of the training"]["mean over time", "-"] == ["7", "1.000", "100", "301", "1234"]
     assert content["command"].startswith("python -m favor.eval.papers.wer_by_features --model_name_or_path")
     assert "--data_dir DATA" in content["command"]
@@ -184,12 +183,9 @@ def test_checks(tmp_path):
     checks = {check["statement"]: check for check in report_only(tmp_path)[0]["checks"]}
     after, best = "after training", "favor#:sderf is at most favor++ at every M"
     mean = "every backend is below the mean over time"
-    assert {statement: check["holds"] for statement, check in checks.items()} == {
-        f"dev, WER {after}: {best}": True,
-        f"dev, CER {after}: {best}": True,
-        f"dev, WER {after}: {mean}": True,
-        f"dev, CER {after}: {mean}": False,
-    }
+    rows = itertools.product(("WER", "CER"), (best, mean))
+    expected = {f"dev, {unit} {after}: {claim}": (unit, claim) != ("CER", mean) for unit, claim in rows}
+    assert {statement: check["holds"] for statement, check in checks.items()} == expected
     assert checks[f"dev, WER {after}: {best}"]["numbers"] == "M = 8: 24.00 and 29.00"
     numbers = "favor#:sderf with M = 128: 16.00, mean over time 15.00"
     assert checks[f"dev, CER {after}: {mean}"]["numbers"] == numbers
@@ -212,11 +208,9 @@ def test_unfinished_and_different_arms(tmp_path):
 
 
 def command(ctc, corpus, folder, *flags):
-    return [
-        "--model_name_or_path", str(ctc), "--output_dir", str(folder), "--results_dir", str(folder / "results"),
-        "--name", "x", "--seeds", "3", "--data_dir", str(corpus), "--eval_splits", "dev", "test",
-        "--max_train_steps", "2", "--learning_rate", "1e-2", "--warmup_ratio", "0", *flags,
-    ]  # fmt: skip
+    words = f"--model_name_or_path {ctc} --data_dir {corpus} --output_dir {folder} --results_dir {folder}/results"
+    words += " --name x --seeds 3 --eval_splits dev test --max_train_steps 2 --learning_rate 1e-2 --warmup_ratio 0"
+    return [*words.split(), *flags]
 
 
 def test_audio_without_a_frame_counts_neither_before_nor_after_the_training(ctc, tmp_path):
@@ -306,12 +300,9 @@ def test_a_diverged_arm_does_not_stop_the_others(ctc, corpus, tmp_path, monkeypa
 
 @pytest.mark.slow
 def test_an_arm_from_new_weights_in_its_own_process(corpus, tmp_path):
-    words = [
-        "--backends", "uniform_mean", "--output_dir", str(tmp_path), "--results_dir", str(tmp_path), "--name", "x",
-        "--data_dir", str(corpus), "--preset", "tiny", "--tokenizer_type", "char",
-        "--max_train_steps", "1", "--architecture", "transducer",
-    ]  # fmt: skip
-    assert program.main(words) == 0
+    words = f"--backends uniform_mean --output_dir {tmp_path} --results_dir {tmp_path} --name x --data_dir {corpus}"
+    words += " --preset tiny --tokenizer_type char --max_train_steps 1 --architecture transducer"
+    assert program.main(words.split()) == 0
     folder = tmp_path / "uniform_mean" / "seed_0"
     results, record = (json.loads((folder / name).read_text()) for name in ("all_results.json", "arm.json"))
     assert (results["attn_implementation"], results["arguments"]["architecture"]) == ("uniform_mean", "transducer")
