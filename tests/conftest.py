@@ -1,7 +1,4 @@
-"""Parts that tests share: a tiny BERT checkpoint, a text, and tiny GLUE files.
-
-Nothing here needs a network or a GPU.
-"""
+"""Parts that tests share: a tiny BERT checkpoint, a text, and tiny GLUE files; none needs a network or a GPU."""
 
 import os
 
@@ -29,10 +26,7 @@ WORDS = ("good", "bad", "film", "plot", "the", "a", "was", "is", "not", "very", 
 
 @pytest.fixture(autouse=True)
 def one_thread():
-    """Sets the number of threads back to one after each test, since programs set it for the whole process.
-
-    With more threads, every later test on this worker would compete for the cores with the other workers.
-    """
+    """Sets back to one the number of threads, which programs set for the whole process, and so for all later tests."""
     yield
     if torch.get_num_threads() != 1:
         torch.set_num_threads(1)
@@ -46,18 +40,10 @@ def bert_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("bert")
     vocabulary = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *WORDS)
     BertTokenizer(vocab={word: number for number, word in enumerate(vocabulary)}).save_pretrained(folder)
-    config = BertConfig(
-        vocab_size=len(vocabulary),
-        hidden_size=16,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        intermediate_size=32,
-        max_position_embeddings=128,
-        initializer_range=0.2,
-    )
+    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
+    config = BertConfig(**sizes, vocab_size=len(vocabulary), max_position_embeddings=128, initializer_range=0.2)
     torch.manual_seed(0)
-    model = BertForSequenceClassification(config).bert
-    model.save_pretrained(folder)
+    BertForSequenceClassification(config).bert.save_pretrained(folder)
     return folder
 
 

@@ -1,8 +1,7 @@
 """Programs in processes of their own: with `accelerate launch` as users start them, or forked from a warm process.
 
-To import torch, transformers and datasets takes longer than most of the programs in the tests. `fork` also starts each
-program in a new process, with its own memory, streams and signals, but from a server that has imported them once. `run`
-starts a new Python, for tests of the launch itself.
+`fork` starts each program from a server that has imported torch, transformers and datasets once, which takes longer
+than most programs of the tests; `run` starts a new Python, for tests of the launch itself.
 """
 
 import faulthandler
@@ -28,7 +27,6 @@ LAUNCH = (sys.executable, "-m", "accelerate.commands.launch", "--num_machines", 
 LAUNCH += ("--dynamo_backend", "no", "--num_cpu_threads_per_process", "1")
 # The flag starts two processes; the environment of the tests puts them on the CPU, where they talk through gloo.
 TWO = ("--multi_gpu", "--num_processes", 2, "--main_process_port", 0)
-
 SECONDS = 300
 PRELOADED = ["favor.models", "favor.train.glue", "favor.train.mlm", "favor.train.distill", "favor.train.nst"]
 # A process has only one fork server of the standard library, so `favor.eval.common.isolated` uses this one too.

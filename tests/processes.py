@@ -11,10 +11,7 @@ SECONDS = 300
 
 
 def run_two(function: Callable[..., None], *args: Any) -> None:
-    """Calls `function(rank, *args)` in two fresh processes and waits for both; what one raises is raised here.
-
-    They are copies of a server that has imported the package and run nothing.
-    """
+    """Calls `function(rank, *args)` in two fresh copies of a server and waits; what one raises is raised here."""
     multiprocessing.set_forkserver_preload(["favor.optim", "favor.models.conformer"])
     options = {"nprocs": 2, "start_method": "forkserver", "join": False}
     both = torch.multiprocessing.start_processes(function, args, **options)

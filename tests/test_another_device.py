@@ -40,8 +40,6 @@ LAYOUTS = {
     "left padding": ({"key_padding_mask": RIGHT.flip(1)}, 0, 1),
     "packed": ({"cu_seqlens_q": LENGTHS, "cu_seqlens_k": LENGTHS, "max_seqlen_q": 49, "max_seqlen_k": 49}, 1, 1),
 }
-
-
 NAMES = ("pos", "pos@16", "sderf", "cderf@16", "wderf", "wderf@16", "landmark", "landmark@6", "trig", "relu")
 
 
@@ -93,8 +91,6 @@ def test_landmarks_of_half_precision_are_those_of_float32(dtype, is_causal):
 TEXT = torch.randint(5, 40, (2, 60), generator=torch.Generator().manual_seed(1))
 SOUND = torch.randn(2, 160, 80, generator=torch.Generator().manual_seed(2))
 HEAR = torch.arange(160) < torch.tensor([[160], [120]])
-
-
 SIZES = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 16}
 
 
@@ -235,11 +231,10 @@ def test_transducer_loss():
         close(there, here, 1e-12)
 
 
+SHARED = ("bohning", "exact", "diag", "block", "kfac")
 OPTIMIZERS = {
-    **{f"SoftmaxBound {name}": partial(SoftmaxBound, curvature=name) for name in ("bohning", "exact", "geometric")},
-    **{f"SoftmaxBound {name}": partial(SoftmaxBound, curvature=name) for name in ("diag", "block", "kfac")},
-    **{f"BBM {name}": partial(BBM, curvature=name, weight_decay=0.1) for name in ("exact", "bohning", "spectral")},
-    **{f"BBM {name}": partial(BBM, curvature=name, weight_decay=0.1) for name in ("block", "diag", "kfac")},
+    **{f"SoftmaxBound {name}": partial(SoftmaxBound, curvature=name) for name in (*SHARED, "geometric")},
+    **{f"BBM {name}": partial(BBM, curvature=name, weight_decay=0.1) for name in (*SHARED, "spectral")},
     "SBM": lambda head: SBM(head, 30, weight_decay=0.1),
     "SPFB": partial(SPFB, lr=0.3, weight_decay=0.1),
     "ProxBoundSGD": partial(ProxBoundSGD, lr=0.3, weight_decay=0.1),

@@ -66,6 +66,7 @@ def test_every_page_is_in_the_index():
     index = ROOT / "docs/index.md"
     linked = {(index.parent / link).resolve() for link in re.findall(r"\]\(([^)#\s]+)", index.read_text())}
     assert {page for page in PAGES if page != index} <= linked
+    assert len(RECIPES) >= 7
 
 
 def test_readme_fits():
@@ -98,7 +99,3 @@ def test_recipe(page, tmp_path, monkeypatch):
     finally:
         transformers.logging.set_verbosity(verbosity)
         logging.getLogger("sentence_transformers").setLevel(logging.NOTSET)
-
-
-def test_there_are_recipes():
-    assert len(RECIPES) >= 7

@@ -1,24 +1,16 @@
-"""Saved models that are whole, damaged or strange: what their loaders accept, and the line with which they refuse."""
+"""Saved models, whole, old, damaged or strange: what their loaders accept, and the line with which they refuse."""
 
 import json
 import shutil
+from functools import partial
+from pathlib import Path
 
 import pytest
 import sentencepiece
+import torch
+import transformers as hf
+from safetensors.torch import load_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import (
-    AutoProcessor,
-    BertConfig,
-    BertModel,
-    BertTokenizer,
-    GPT2Config,
-    LlamaConfig,
-    MllamaConfig,
-    PreTrainedTokenizerFast,
-    T5Config,
-    WhisperConfig,
-    WhisperFeatureExtractor,
-)
 
 from favor.eval import report
 from favor.eval.approximation import __main__ as approximation
@@ -52,10 +44,10 @@ def with_config(folder, config):
 def words_in_a_list(folder):
     folder.mkdir()
     (folder / "vocab.txt").write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *WORDS]))
-    return with_config(folder, BertConfig(**SIZES, vocab_size=19))
+    return with_config(folder, hf.BertConfig(**SIZES, vocab_size=19))
 
 
-def bytes_and_merges(folder, config_class=GPT2Config, **more):
+def bytes_and_merges(folder, config_class=hf.GPT2Config, **more):
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
@@ -67,12 +59,12 @@ def bytes_and_merges(folder, config_class=GPT2Config, **more):
 
 
 def bytes_in_one_file(folder):
-    bytes_and_merges(folder, LlamaConfig)
+    bytes_and_merges(folder, hf.LlamaConfig)
     tokenizer = Tokenizer(models.BPE.from_file(str(folder / "vocab.json"), str(folder / "merges.txt")))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     for name in ("vocab.json", "merges.txt"):
         (folder / name).unlink()
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|endoftext|>").save_pretrained(folder)
+    hf.PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|endoftext|>").save_pretrained(folder)
     return folder
 
 
@@ -83,7 +75,7 @@ def pieces(folder):
         sentencepiece.SentencePieceTrainer.train(
             sentence_iterator=sentences, model_writer=stream, vocab_size=30, hard_vocab_limit=False, minloglevel=2
         )
-    return with_config(folder, T5Config(vocab_size=130))
+    return with_config(folder, hf.T5Config(vocab_size=130))
 
 
 def phonemes(folder):
@@ -94,7 +86,7 @@ def phonemes(folder):
 
 def heard_words(folder):
     more = {"pad_token_id": 0, "bos_token_id": 0, "eos_token_id": 0, "decoder_start_token_id": 0}
-    return bytes_and_merges(folder, WhisperConfig, **more)
+    return bytes_and_merges(folder, hf.WhisperConfig, **more)
 
 
 MAKERS = (words_in_a_list, bytes_and_merges, bytes_in_one_file, pieces, phonemes, heard_words)
@@ -104,7 +96,7 @@ MAKERS = (words_in_a_list, bytes_and_merges, bytes_in_one_file, pieces, phonemes
 def test_a_folder_without_a_file_reads_as_before_or_is_refused(make, bert_folder, tmp_path):
     """transformers makes tokenizers without words for most of these folders, and says nothing."""
     whole = bert_folder if make is None else make(tmp_path / "whole")
-    kind = AutoProcessor if make is phonemes else None
+    kind = hf.AutoProcessor if make is phonemes else None
 
     def tokens(folder):
         found = load_processor(str(folder), kind)
@@ -128,7 +120,7 @@ def test_a_folder_without_a_file_reads_as_before_or_is_refused(make, bert_folder
 
 def test_a_tokenizer_of_bytes_needs_no_other_file(tmp_path):
     (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "ByT5Tokenizer"}')
-    found = load_processor(str(with_config(tmp_path, T5Config(vocab_size=384))))
+    found = load_processor(str(with_config(tmp_path, hf.T5Config(vocab_size=384))))
     assert found.decode(found("é")["input_ids"], skip_special_tokens=True) == "é"
 
 
@@ -143,8 +135,8 @@ def test_a_tokenizer_of_bytes_needs_no_other_file(tmp_path):
     ],
 )
 def test_a_tokenizer_must_fit_its_model(vocab_size, added, message, bert_folder, tmp_path):
-    BertTokenizer.from_pretrained(bert_folder, **added).save_pretrained(tmp_path)
-    BertConfig(**SIZES, vocab_size=vocab_size).save_pretrained(tmp_path)
+    hf.BertTokenizer.from_pretrained(bert_folder, **added).save_pretrained(tmp_path)
+    hf.BertConfig(**SIZES, vocab_size=vocab_size).save_pretrained(tmp_path)
     if message is None:
         assert len(load_processor(str(tmp_path))) == 19 + len(added)
         return
@@ -170,13 +162,13 @@ def test_texts_that_a_tokenizer_does_not_know_are_refused(bert_folder, tmp_path)
 @pytest.mark.parametrize(("name", "size"), [("n_fft", 10**6), ("feature_size", 1000), ("chunk_length", 10**5)])
 def test_sizes_of_a_feature_extractor_of_transformers_are_bounded(name, size, tmp_path):
     """It would make filters of n_fft times feature_size, and pad each recording to its chunk_length in seconds."""
-    WhisperFeatureExtractor().save_pretrained(tmp_path)
-    assert load_processor(str(tmp_path), WhisperFeatureExtractor).n_fft == 400
+    hf.WhisperFeatureExtractor().save_pretrained(tmp_path)
+    assert load_processor(str(tmp_path), hf.WhisperFeatureExtractor).n_fft == 400
     settings = json.loads((tmp_path / "preprocessor_config.json").read_text()) | {name: size}
     for file, written in (("preprocessor_config", settings), ("processor_config", {"feature_extractor": settings})):
         (tmp_path / f"{file}.json").write_text(json.dumps(written))
         with pytest.raises(ValueError, match=rf"{file}.json: {name} must be at most \d+, got {size}"):
-            load_processor(str(tmp_path), WhisperFeatureExtractor)
+            load_processor(str(tmp_path), hf.WhisperFeatureExtractor)
         (tmp_path / f"{file}.json").unlink()
 
 
@@ -193,35 +185,24 @@ def test_architectures_name_a_model_of_the_config(name, bert_folder, tmp_path):
 
 
 def test_a_config_without_architectures_names_the_model_without_a_head():
-    assert model_class(BertConfig(**SIZES)) is BertModel
+    assert model_class(hf.BertConfig(**SIZES)) is hf.BertModel
     # A class for the config of a part.
-    assert model_class(MllamaConfig(architectures=["MllamaForCausalLM"])).__name__ == "MllamaForCausalLM"
+    assert model_class(hf.MllamaConfig(architectures=["MllamaForCausalLM"])).__name__ == "MllamaForCausalLM"
     assert model_class(ConformerConfig()).__name__ == "ConformerModel"
 
 
-WEIGHTS = "model.safetensors"
+WEIGHTS, CONFIG = "model.safetensors", "config.json"
+CHANGES = ({"hidden_size": "a"}, {"hidden_act": "x"}, {"vocab_size": 40}, {"id2label": 3}, {"model_type": "x"})
 
 
 @pytest.mark.parametrize(
     ("file", "content", "message"),
     [
         *(("tokenizer.json", text, "cannot be loaded, a file is missing or damaged") for text in (b"{", b"[]", b"{}")),
-        *(
-            ("config.json", text, r"config\.json is damaged")
-            for text in (b"", b"[]", b"null", b"\xff{}", b"[" * 200_000)
-        ),
+        *((CONFIG, text, r"config\.json is damaged") for text in (b"", b"[]", b"null", b"\xff{}", b"[" * 200_000)),
         *((WEIGHTS, text, "model.safetensors is damaged") for text in (b"", b"x" * 99)),
         (f"{WEIGHTS}.index.json", b'{"weight', "model.safetensors.index.json is damaged"),
-        *(
-            ("config.json", change, r"cannot be (used|loaded): \S")
-            for change in (
-                {"hidden_size": "a"},
-                {"hidden_act": "x"},
-                {"vocab_size": 40},
-                {"id2label": 3},
-                {"model_type": "x"},
-            )
-        ),
+        *((CONFIG, change, r"cannot be (used|loaded): \S") for change in CHANGES),
     ],
 )
 def test_what_is_damaged_is_named(file, content, message, bert_folder, tmp_path):
@@ -231,9 +212,8 @@ def test_what_is_damaged_is_named(file, content, message, bert_folder, tmp_path)
     if file.startswith(WEIGHTS):
         (tmp_path / WEIGHTS).unlink()
     (tmp_path / file).write_bytes(content)
-    load = {"tokenizer.json": load_processor, "config.json": load_exact}.get(
-        file, lambda own: load_model(BertModel, own)
-    )
+    loaders = {"tokenizer.json": load_processor, CONFIG: load_exact}
+    load = loaders.get(file, partial(load_model, hf.BertModel))
     with pytest.raises(ValueError, match=message) as error:
         load(str(tmp_path))
     assert str(tmp_path) in one_line(error.value)
@@ -254,8 +234,6 @@ PROGRAMS = {
     "check": (check, [""]),
     "convert": (convert, ["", OUT]),
 }
-
-
 HARMS = {
     "tokenizer": ("tokenizer*", r"holds no tokenizer|the tokenizer of .* cannot be loaded"),
     "weights": (WEIGHTS, r"model\.safetensors is damaged"),
@@ -311,3 +289,41 @@ def test_the_line_of_convert_loads_models_of_the_zoo(bert_folder, tmp_path, caps
     space: dict = {}
     exec(lines.replace("\n         ", "\nmodel = "), space)
     assert type(space["model"]) is type(own)
+
+
+OLD = Path(__file__).parent / "checkpoints"
+# Of version 0.1.0, made by tests/checkpoints/make.py.
+# Folder: how it is loaded, and the backend, where the checkpoint does not know it.
+FOLDERS = {
+    "bert_batch": (hf.AutoModel, "favor++"),
+    **{f"bert_{kind}": (hf.AutoModel, "favor#") for kind in ("batch_window", "converted")},
+    **{f"bert_{kind}{end}": (hf.AutoModel, "favor#") for kind in ("calibrated", "landmark") for end in ("", "_window")},
+    "bert_weights": (hf.AutoModel, "favor+"),
+    "llama_calibrated": (hf.AutoModelForCausalLM, "favor#"),
+    "performer_bert": (hf.AutoModelForSequenceClassification, None),
+    "conformer_stream": (hf.AutoModelForCTC, None),
+}
+
+
+@pytest.mark.parametrize("name", FOLDERS)
+def test_a_checkpoint_of_the_first_version_gives_what_it_gave_and_is_written_as_it_was(name, tmp_path):
+    assert {path.name for path in OLD.iterdir() if (path / "config.json").exists()} == set(FOLDERS)
+    auto, backend = FOLDERS[name]
+    options = {} if backend is None else {"attn_implementation": backend}
+    model, info = auto.from_pretrained(OLD / name, output_loading_info=True, **options)
+    assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    model.eval().save_pretrained(tmp_path)
+    before, after = (load_file(folder / "model.safetensors") for folder in (OLD / name, tmp_path))
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[key], after[key]) for key in before)
+    expected, inputs = (load_file(OLD / name / f"{part}.safetensors") for part in ("outputs", "inputs"))
+    with torch.no_grad():
+        found = {"0": model(**inputs)[0]}
+        if "pieces" in expected:
+            stream = model.stream(batch_size=2)
+            pieces = inputs["input_features"].split([33, 47], dim=1)
+            found["pieces"] = torch.cat([stream.feed_features(piece) for piece in pieces], dim=1)
+    assert found.keys() == expected.keys()
+    for key, tensor in expected.items():
+        # Bit for bit on the processor that wrote them; others round otherwise.
+        torch.testing.assert_close(found[key], tensor, rtol=1e-4, atol=1e-5)

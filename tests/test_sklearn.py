@@ -7,12 +7,8 @@ import pytest
 import torch
 from pairwise import pairs
 from sklearn.base import clone
-from sklearn.datasets import load_digits, load_iris
-from sklearn.linear_model import LogisticRegression
+from sklearn.datasets import load_iris
 from sklearn.metrics.pairwise import rbf_kernel
-from sklearn.model_selection import train_test_split
-from sklearn.pipeline import make_pipeline
-from sklearn.preprocessing import StandardScaler
 from sklearn.utils.estimator_checks import check_estimator
 
 import favor
@@ -82,16 +78,6 @@ def test_one_map_keeps_the_optimum(features):
     rf = favor.features.get(features)
     expected = rf.log_relative_second_moment(x, x, rf.fit(x, x)).flatten()
     torch.testing.assert_close(sampler.parameters_.log_relative_second_moment(z), expected, rtol=0, atol=1e-9)
-
-
-@pytest.mark.parametrize("features", ["cderf", "trig"])
-def test_pipeline_on_digits(features):
-    data = load_digits()
-    train_x, test_x, train_y, test_y = train_test_split(data.data / 16, data.target, random_state=0)
-    sampler = SoftmaxKernelSampler(features, 400, kernel="gaussian", scale=0.4, random_state=0)
-    linear = LogisticRegression(C=100, max_iter=2000).fit(train_x, train_y).score(test_x, test_y)
-    model = make_pipeline(sampler, StandardScaler(), LogisticRegression(max_iter=2000)).fit(train_x, train_y)
-    assert model.score(test_x, test_y) > max(0.95, linear - 0.01)
 
 
 def test_clone_pickle_and_names():

@@ -1,6 +1,8 @@
-"""The files of a release: sdist and wheel are built, and the wheel alone runs the README's first example."""
+"""Installations: the files of a release, the wheel alone, the core alone, errors that name the extra, one checkout."""
 
 import importlib.metadata
+import json
+import re
 import shutil
 import subprocess
 import sys
@@ -13,6 +15,9 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from test_readme import FENCED, README
+
+from favor.models.bert import PerformerBertConfig, PerformerBertForMaskedLM
+from favor.models.conformer import ConformerConfig, ConformerForCTC
 
 ROOT = Path(__file__).parent.parent
 SOURCES = ("favor", "models", "train", "eval", "scripts/command")
@@ -53,6 +58,10 @@ def show(distributions: set[str], folder: Path) -> None:
                 (folder / top).symlink_to(distribution.locate_file(top))
 
 
+def python(*words: object) -> str:
+    return run(sys.executable, *words)
+
+
 @pytest.fixture(scope="module")
 def dist(tmp_path_factory):
     """The folder with both files, made from a copy of the sources: building writes beside them."""
@@ -77,11 +86,8 @@ def test_the_wheel_alone_runs_the_first_example(dist, tmp_path):
     needed = [line for line in importlib.metadata.requires("favor") if "extra ==" not in line]
     show(closure(needed), site)
     blocks = FENCED.findall(README.read_text())
-    code, shown = next(
-        (block[1], following[1])
-        for block, following in pairwise(blocks)
-        if (block[0], following[0]) == ("python", "text")
-    )
+    following = (zip(*both, strict=True) for both in pairwise(blocks))
+    code, shown = next(code for kinds, code in following if kinds == ("python", "text"))
     printed = run(python, "-W", "ignore", "-c", code + SEEN, cwd=tmp_path)
     *output, place, seen = printed.splitlines()
     assert [line.rstrip() for line in output] == shown.splitlines()
@@ -98,3 +104,141 @@ def test_the_sdist_has_sources_and_papers_and_no_results(dist):
     own = {str(path.relative_to(ROOT)) for part in SOURCES for path in (ROOT / part).rglob("*.py")}
     assert own <= names
     assert not [name for name in names if "results" in name or name.startswith("tests")]
+
+
+EXTRA_PACKAGES = ["sklearn", "matplotlib", "datasets", "accelerate", "sentencepiece", "soundfile", "jiwer"]
+EXTRA_PACKAGES += ["scipy", "flashlight"]
+WITHOUT = """
+import importlib, json, sys
+import torch, transformers, transformers.masking_utils, transformers.cache_utils
+from transformers import DynamicCache, GenerationMixin, PreTrainedModel
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+found, packages = {}, json.loads(sys.argv[1])
+before = set(sys.modules)
+import favor
+found["imported"] = sorted({name.split(".")[0] for name in set(sys.modules) - before} & set(packages))
+import favor.models
+from favor.models.speech import train_tokenizer
+
+def attempt(action):
+    try:
+        action()
+    except ImportError as error:
+        return str(error)
+
+for missing, module in json.loads(sys.argv[2]):
+    kept = {name: sys.modules.pop(name) for name in list(sys.modules) if name.split(".")[0] == missing}
+    sys.modules[missing] = None
+    name, _, attribute = module.partition(":")
+    action = lambda: getattr(importlib.import_module(name), attribute or "__name__")
+    found[f"{module} {missing}"] = attempt(action if module else lambda: train_tokenizer(["A B"]))
+    del sys.modules[missing]
+    sys.modules.update(kept)
+print(json.dumps(found))
+"""
+# Without packages of extras the core loads models of the zoo by Auto classes, before they are imported, and runs; the
+# other programs are imported with all packages but those of speech.
+ALONE = """
+import importlib, json, sys
+saved, blocked, speech, programs = map(json.loads, sys.argv[2:])
+sys.modules.update(dict.fromkeys(blocked))
+import favor, torch, transformers
+for auto in saved:
+    model = getattr(transformers, auto).from_pretrained(f"{sys.argv[1]}/{auto}")
+    print(type(model).__name__, model.config._attn_implementation)
+import favor.models
+x = torch.ones(1, 1, 3, 4)
+print(favor.favor_attention(x, x, x, features="pos").shape)
+for name in set(blocked) - set(speech):
+    del sys.modules[name]
+for name in programs:
+    importlib.import_module(name)
+"""
+# A package, what to import without it, and the extra that brings it. Without a module: training of word pieces.
+NEEDED = [
+    ("accelerate", "favor.train.glue", "train"),
+    ("datasets", "favor.train.mlm", "train"),
+    ("datasets", "favor.train.distill", "train"),
+    ("jiwer", "favor.train.asr", "speech"),
+    ("soundfile", "favor.train.nst", "speech"),
+    ("matplotlib", "favor.eval.speed.__main__", "eval"),
+    ("sklearn", "favor.eval.papers.variance", "eval"),
+    ("soundfile", "favor.eval.asr", "speech"),
+    ("jiwer", "favor.eval.long_form", "speech"),
+    ("sklearn", "favor.sklearn", "sklearn"),
+    ("scipy", "favor.decomposition:KLNMF", "sklearn"),
+    ("sentencepiece", "", "speech"),
+]
+
+
+@pytest.fixture(scope="module")
+def without():
+    """What one fresh process found: packages that `import favor` brought along, and one error for each row above."""
+    rows = json.dumps([row[:2] for row in NEEDED])
+    return json.loads(python("-c", WITHOUT, json.dumps(EXTRA_PACKAGES), rows))
+
+
+def test_the_core_imports_no_package_of_an_extra(without):
+    # transformers itself imports scipy and accelerate where they are installed, before `import favor`, and these two
+    # with the tokenizers and feature extractors that the models of the zoo derive from.
+    assert set(without["imported"]) <= {"sentencepiece", "soundfile"}
+
+
+def test_the_core_loads_its_models_and_programs_for_text_do_without_packages_of_speech(tmp_path):
+    tiny = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
+    saved = {
+        "AutoModelForMaskedLM": PerformerBertForMaskedLM(PerformerBertConfig(**tiny)),
+        "AutoModelForCTC": ConformerForCTC(ConformerConfig(**tiny)),
+    }
+    for auto, model in saved.items():
+        model.save_pretrained(tmp_path / auto)
+    speech = ["jiwer", "soundfile", "flashlight"]
+    names = ["favor.train." + name for name in ("glue", "mlm", "clm", "distill")]
+    names += ["favor.eval." + name for name in ("glue.__main__", "language.perplexity", "approximation.__main__")]
+    printed = python("-W", "ignore", "-c", ALONE, tmp_path, *map(json.dumps, ([*saved], EXTRA_PACKAGES, speech, names)))
+    loaded = [f"{type(model).__name__} favor#" for model in saved.values()]
+    assert printed.splitlines() == [*loaded, "torch.Size([1, 1, 3, 4])"]
+
+
+@pytest.mark.parametrize(("missing", "module", "extra"), NEEDED)
+def test_a_missing_package_is_named_with_its_extra(without, missing, module, extra):
+    package = "scikit-learn" if missing == "sklearn" else missing
+    message = without[f"{module} {missing}"]
+    assert f"{package} is not installed" in message
+    assert f'pip install "favor[{extra}]"' in message
+
+
+MIXED = """
+import importlib, sys
+home, parts, part = sys.argv[1:]
+sys.meta_path = [finder for finder in sys.meta_path if "editable" not in str(finder).lower()]
+sys.path.insert(0, home)
+import favor
+favor.__path__ = [*favor.__path__, parts]
+try:
+    importlib.import_module(f"favor.{part}")
+except ImportError as error:
+    print(error)
+"""
+
+
+@pytest.mark.parametrize("part", ["models", "train", "eval"])
+def test_parts_of_two_checkouts_do_not_mix(part, tmp_path):
+    """Layouts made of the files that check, without the rest: a checkout, a wheel, and two checkouts on one path."""
+    one, other, wheel = (tmp_path / name for name in ("one", "other", "wheel"))
+    for home, folder in ((one, one / part), (other, other / part), (wheel, wheel / "favor" / part)):
+        (home / "favor").mkdir(parents=True)
+        folder.mkdir()
+        shutil.copy(ROOT / "favor/_parts.py", home / "favor")
+        shutil.copy(ROOT / part / "__init__.py", folder)
+        text = (folder / "__init__.py").read_text()
+        zoo = re.findall(r"\w+", text.partition("favor.models import ")[2].partition("#")[0])
+        for empty in (home / "favor/__init__.py", *(folder / f"{name}.py" for name in zoo)):
+            empty.touch()
+    assert python("-c", MIXED, one, one, part) == ""
+    assert python("-c", MIXED, wheel, wheel / "favor", part) == ""
+    message = python("-c", MIXED, one, other, part)
+    assert str(one / "favor") in message
+    assert str(other / part) in message
+    assert "two checkouts" in message

@@ -18,11 +18,10 @@ from favor.decomposition import (
     StochasticSCIPI,
     VRHeavyBallPower,
     VRPower,
-    block_power,
     l1_kernel_pca,
-    mixture_proportions,
-    scale_invariant_power,
 )
+from favor.decomposition.mixture import mixture_proportions
+from favor.decomposition.power import block_power, scale_invariant_power
 
 X = np.random.default_rng(0).uniform(0.5, 2.0, size=(30, 4))
 ESTIMATORS = (KLNMF, L1KernelPCA, LpKernelPCA, VRPower, VRHeavyBallPower, StochasticSCIPI)

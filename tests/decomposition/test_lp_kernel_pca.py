@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from sklearn.decomposition import PCA, KernelPCA
+from sklearn.decomposition import KernelPCA
 from sklearn.metrics.pairwise import rbf_kernel
 from sklearn.preprocessing import KernelCenterer
 
@@ -18,10 +18,6 @@ def data(n: int = 60, d: int = 5, seed: int = 0) -> np.ndarray:
 
 def cubic(x, y):
     return (x @ y.T / 10 + 1) ** 3
-
-
-def centred(kernel: np.ndarray) -> np.ndarray:
-    return KernelCenterer().fit_transform(kernel)
 
 
 @pytest.mark.parametrize("center", [True, False])
@@ -51,7 +47,7 @@ def test_components_are_orthonormal_and_stationary(name, p):
     options = {"rbf": RBF, "function": {"kernel": cubic}}.get(name, {"kernel": name})
     given = kernel if name == "precomputed" else x
     pca = LpKernelPCA(3, p=p, tol=1e-26, max_iter=20000, random_state=0, **options).fit(given)
-    kernel, scores = centred(kernel), pca.scores_
+    kernel, scores = KernelCenterer().fit_transform(kernel), pca.scores_
     np.testing.assert_allclose(pca.transform(given), scores, atol=1e-9)
     np.testing.assert_allclose(pca.fit_transform(given), scores, atol=1e-9)
     # Coordinates of the components, from their scores: K alpha = scores.
@@ -66,14 +62,6 @@ def test_components_are_orthonormal_and_stationary(name, p):
     assert scores[np.abs(scores).argmax(0), range(3)].min() > 0
 
 
-@pytest.mark.parametrize("p", [1, 1.5, 3, 6])
-def test_dispersion_is_above_that_of_pca(p):
-    """The first component of PCA is beaten at every p but 2, with the best of a few starts."""
-    x = data(200, 6)
-    ours = max((np.abs(LpKernelPCA(p=p, random_state=seed).fit_transform(x)) ** p).mean() for seed in range(5))
-    assert ours > (np.abs(PCA(1).fit_transform(x)) ** p).mean()
-
-
 def test_p_1_ends_where_sign_updates_end():
     """A fixed point of one is a fixed point of the other, and the best of several starts the same."""
     x = data()
@@ -81,7 +69,7 @@ def test_p_1_ends_where_sign_updates_end():
     found = [LpKernelPCA(p=1, random_state=seed, **RBF).fit(x) for seed in range(20)]
     best = max(np.abs(pca.scores_).sum() for pca in found)
     assert best == pytest.approx(by_signs, rel=0.01)
-    kernel = centred(rbf_kernel(x, gamma=0.05))
+    kernel = KernelCenterer().fit_transform(rbf_kernel(x, gamma=0.05))
     for pca in found:
         c = np.sign(pca.scores_[:, 0])
         np.testing.assert_array_equal(np.sign(kernel @ c), c)

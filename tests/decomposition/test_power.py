@@ -95,17 +95,6 @@ def test_t5_rate_is_the_one_of_the_hessian(p, shift):
     assert contraction(step, near, lambda x: sine(x, target.x), sweeps) == pytest.approx(expected, rel=0.01)
 
 
-def test_a_quadratic_function_gives_power_iteration():
-    data = rows()
-    matrix = data.T @ data
-    values, vectors = torch.linalg.eigh(matrix)
-    found = scale_invariant_power(lambda x: matrix @ x, start(), tol=1e-26, max_iter=5000)
-    assert found.multiplier == pytest.approx(float(values[-1]), rel=1e-12)
-    assert sine(found.x, vectors[:, -1]) < 1e-9
-    slow = scale_invariant_power(lambda x: matrix @ x, start(), shift=1.0, tol=1e-26, max_iter=5000)
-    assert slow.n_iter > 1.3 * found.n_iter
-
-
 def test_huge_and_tiny_gradients_keep_their_direction():
     matrix = torch.tensor([[2.0, 1.0], [1.0, 3.0]], dtype=torch.float64)
     expected = scale_invariant_power(lambda x: matrix @ x, torch.ones(2, dtype=torch.float64), shift=0.1).x

@@ -123,8 +123,7 @@ ARCHITECTURES = [
         "gpt2", hf.GPT2Model, lambda: hf.GPT2Config(**TOKENS, n_embd=32, n_layer=2, n_head=4, n_positions=64)
     ),
     Architecture("llama", hf.LlamaModel, lambda: hf.LlamaConfig(**COMMON, num_key_value_heads=2)),
-    # Beyond the usual ones: an encoder-decoder with cross attention, a rotary protein encoder, a vision model, one
-    # decoder that rotates a part of its width, and one that shares its layers.
+    # Cross attention, a rotary protein encoder, a vision model, rotation of a part of the width, shared layers.
     Architecture(
         "bart",
         hf.BartModel,

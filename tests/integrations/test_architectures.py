@@ -47,10 +47,7 @@ def distance(one, other):
 
 @every_pair(backend=("favor+", "favor++", "favor#"))
 def test_approaches_exact_attention(architecture, padded, backend):
-    """With very many features the model computes what it computes with softmax attention.
-
-    A mask, a scale, a causal triangle or a head that is off would not go away with more features.
-    """
+    """A mask, a scale, a causal triangle or a head that is off would not go away with more features."""
     exact = with_softmax(architecture, padded)
     errors = []
     for num_features in (64, 8192):
@@ -76,8 +73,7 @@ def test_what_is_exact_in_every_layer(architecture, padded, how):
     exact, options = with_softmax(architecture, padded), EXACT[how]
     # Cross attention has no window, and so more features are what brings it close.
     estimated = "window over" in how and architecture.name == "bart"
-    found = run(
-        architecture.build("favor#", **options | ({"num_features": 4096} if estimated else {})), architecture, padded
-    )
+    model = architecture.build("favor#", **options | ({"num_features": 4096} if estimated else {}))
+    found = run(model, architecture, padded)
     assert distance(found[0], exact[0]) < (0.1 if estimated else 1e-5)
     assert distance(found[1], exact[1]) < (0.3 if estimated else 1e-4)

@@ -12,10 +12,7 @@ import favor
 SIZES = {"vocab_size": 40, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "pad_token_id": 0}
 SIZES |= {"bos_token_id": 1, "eos_token_id": 2, "initializer_range": 0.2}
 FEW = {"num_key_value_heads": 2, "head_dim": 8, "intermediate_size": 32}
-CONFIGS = {
-    "llama": lambda: hf.LlamaConfig(**SIZES, **FEW),
-    "gpt2": lambda: hf.GPT2Config(**SIZES, n_positions=128),
-}
+CONFIGS = {"llama": lambda: hf.LlamaConfig(**SIZES, **FEW), "gpt2": lambda: hf.GPT2Config(**SIZES, n_positions=128)}
 HYBRIDS = {
     # Its config names a window that its attention does not have.
     "moshi": lambda: hf.MoshiForCausalLM(hf.MoshiConfig(**SIZES, **FEW, sliding_window=6, ffn_dim=32)),
@@ -31,8 +28,6 @@ HYBRIDS = {
     "mllama": lambda: hf.MllamaForCausalLM(MllamaTextConfig(**SIZES, **FEW, cross_attention_layers=[1])),
 }  # fmt: skip
 BACKENDS = {"favor+": {"num_features": 4, "window": 8}, "landmark": {"selected_keys": 6}}
-
-
 OPTIONS = {"num_features": 16, "exact_below": 0}
 
 

@@ -15,7 +15,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore"),
     pytest.mark.skipif(transformers.__version__ < "5.23", reason="the classes are those of transformers 5.23"),
 ]
-
 EQUAL = {
     "modernbert": "ModernBertModel",  # sliding windows between global layers
     "aimv2": "Aimv2TextModel",  # the module says that it is not causal, the mask says that it is

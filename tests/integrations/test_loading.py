@@ -16,14 +16,13 @@ PART = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "in
 IDS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 IMAGE = {**PART, "image_size": 8, "patch_size": 4}
 COLUMNS = {"embed_dim": 16, "layers": 1, "attention_heads": 2, "ffn_dim": 16, "vocab_size": 40}
+PATCHES = {**PART, "head_dim": 8, "patch_embed_hidden_size": 16}
 # More of these: test_compatibility.py.
 NEVER = {
     "own attention": (hf.DebertaV2Model, lambda: hf.DebertaV2Config(**COMMON)),
     "a name looked up as an attribute": (
         hf.Kosmos2_5ForConditionalGeneration,
-        lambda: hf.Kosmos2_5Config(
-            text_config=COLUMNS, vision_config={**PART, "head_dim": 8, "patch_embed_hidden_size": 16}
-        ),
+        lambda: hf.Kosmos2_5Config(text_config=COLUMNS, vision_config=PATCHES),
     ),
 }
 
@@ -138,13 +137,9 @@ def clipseg():
     """Layers of its decoder have a copy of the config of the image encoder."""
     layers = {"num_hidden_layers": 2, "vocab_size": 40, "image_size": 16}
     text, vision = {**PART, **IDS, **layers}, {**IMAGE, **layers}
-    sizes = {
-        "reduce_dim": 8,
-        "decoder_num_attention_heads": 2,
-        "decoder_intermediate_size": 8,
-        "extract_layers": [0, 1],
-    }
-    return hf.CLIPSegForImageSegmentation(hf.CLIPSegConfig(text_config=text, vision_config=vision, **sizes))
+    sizes = {"reduce_dim": 8, "decoder_num_attention_heads": 2, "decoder_intermediate_size": 8}
+    config = hf.CLIPSegConfig(text_config=text, vision_config=vision, **sizes, extract_layers=[0, 1])
+    return hf.CLIPSegForImageSegmentation(config)
 
 
 def test_a_part_whose_config_is_not_saved_is_named_when_it_is_lost(tmp_path, caplog):

@@ -46,9 +46,8 @@ def optimum():
         loss.backward()
         return loss.item(), weight.grad.numpy().ravel()
 
-    return minimize(
-        value, np.zeros(LABELS * INPUTS), jac=True, method="L-BFGS-B", options={"ftol": 0, "gtol": 1e-10}
-    ).fun
+    options = {"ftol": 0, "gtol": 1e-10}
+    return minimize(value, np.zeros(LABELS * INPUTS), jac=True, method="L-BFGS-B", options=options).fun
 
 
 def make_head(bias=False, dtype=torch.float64, weight=None):

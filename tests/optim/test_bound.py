@@ -9,16 +9,8 @@ import torch
 from naive import ORDERS, algorithm, as_array, backward_error, check_above, clamped, curvature, log_sum, randn, solve
 from pairwise import pairs
 
-from favor.optim import bound_solve
-from favor.optim.bound import (
-    bound_coefficients,
-    bound_dense,
-    bound_diagonal,
-    bound_factor,
-    bound_matvec,
-    bound_row_sums,
-    partition_bound,
-)
+from favor.optim import bound_coefficients, bound_solve, partition_bound
+from favor.optim.bound import bound_dense, bound_diagonal, bound_factor, bound_matvec, bound_row_sums
 from favor.optim.low_rank import low_rank_bound
 from favor.optim.majorizers import MAJORIZERS
 
@@ -78,9 +70,8 @@ def test_partition_bound(weighted, scale):
         with np.errstate(divide="ignore"):
             log_h = np.log(h)
         log_alpha = clamped(features @ theta + log_h)
-        for found, expected in zip(
-            (bound.log_z, bound.mean, bound.curvature), algorithm(log_alpha, features), strict=True
-        ):
+        parts = bound.log_z, bound.mean, bound.curvature
+        for found, expected in zip(parts, algorithm(log_alpha, features), strict=True):
             np.testing.assert_allclose(found, expected, rtol=1e-12, atol=1e-12 * scale**2)
         check_above(bound, theta, features, log_h)
 
@@ -114,12 +105,8 @@ def check_structure(logits, order, n, tolerance, bound_tolerance, residual):
     for method, (scale, damping) in product(METHODS, SYSTEMS):
         u = bound_solve(c, scale, damping, v, method=method)
         assert u.dtype == dtype
-        assert backward_error(expected, scale, damping, as_array(v), as_array(u)) <= residual, (
-            method,
-            n,
-            scale,
-            damping,
-        )
+        error = backward_error(expected, scale, damping, as_array(v), as_array(u))
+        assert error <= residual, (method, n, scale, damping)
         if residual < 1e-6 and scale <= 1e4 * damping:  # where the condition allows it
             truth = solve(expected, scale, damping, v.numpy())
             np.testing.assert_allclose(u, truth, rtol=0, atol=1e-10 * np.abs(truth).max())

@@ -91,8 +91,7 @@ def test_a_vocabulary_of_thirty_thousand(curvature):
 
 
 def test_tied_embeddings_are_refused():
-    sizes = {"vocab_size": 40, "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
-    model = BertForMaskedLM(BertConfig(**sizes, intermediate_size=8))
+    model = BertForMaskedLM(BertConfig(vocab_size=40, hidden_size=8, num_hidden_layers=1, num_attention_heads=2))
     with pytest.raises(ValueError, match=r"also held by Embedding.*tie_word_embeddings=False"):
         SoftmaxBound(model.cls.predictions.decoder)
     decoder = GPT2LMHeadModel(GPT2Config(n_embd=8, n_layer=1, n_head=2, n_positions=8))

@@ -97,9 +97,8 @@ def test_options_still_apply_after_auto_and_all_heads_means_all():
 
 def test_layers_are_found_by_name_in_submodels(tmp_path):
     """An encoder-decoder's choices for its encoder do not land on the decoder loaded alone."""
-    model = hf.BartForConditionalGeneration(
-        hf.BartConfig(vocab_size=50, d_model=16, encoder_layers=1, decoder_layers=1)
-    )
+    config = hf.BartConfig(vocab_size=50, d_model=16, encoder_layers=1, decoder_layers=1)
+    model = hf.BartForConditionalGeneration(config)
     number = model.model.encoder.layers[0].self_attn.favor_layer.number
     update_choices(model, {number: {"exact_heads": [0]}})
     decoder = model.model.decoder.layers[0].self_attn.favor_layer

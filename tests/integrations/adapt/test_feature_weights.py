@@ -1,7 +1,4 @@
-"""Weights of features, learned from data: what they are, what they do to attention, where they are kept.
-
-In one layer: against the attention itself, the mixture that they are, and data not seen.
-"""
+"""Weights of features, learned from data: what they are, what they do to attention, where they are kept."""
 
 from dataclasses import replace
 from itertools import pairwise
@@ -64,10 +61,8 @@ def test_the_model_runs_with_its_weights(learned, make, window):
 @pytest.mark.parametrize("learned", [False, True], ids=["parameters", "weights"])
 @pytest.mark.parametrize("kind", ["bert", "performer"])
 def test_saved_and_loaded(kind, learned, tmp_path):
-    classes = {
-        "bert": (hf.BertForSequenceClassification, hf.BertConfig),
-        "performer": (PerformerBertModel, PerformerBertConfig),
-    }
+    performer = PerformerBertModel, PerformerBertConfig
+    classes = {"bert": (hf.BertForSequenceClassification, hf.BertConfig), "performer": performer}
     options = {"feature_weights": True, "refine_steps": 10} if learned else {}
     model = favor.calibrate(bert(*classes[kind]), batches(), window=8, **OPTIONS, **options)
     model.save_pretrained(tmp_path)
@@ -177,9 +172,8 @@ def test_a_part_of_a_model_keeps_its_directions(tmp_path):
 
 def test_a_calibrated_encoder_in_another_model_keeps_its_weights(tmp_path):
     encoder = calibrated(bert(), "favor+")
-    decoder = hf.BertLMHeadModel(
-        hf.BertConfig(**SIZES, is_decoder=True, add_cross_attention=True, max_position_embeddings=64)
-    )
+    config = hf.BertConfig(**SIZES, is_decoder=True, add_cross_attention=True, max_position_embeddings=64)
+    decoder = hf.BertLMHeadModel(config)
     with torch.no_grad():
         expected = encoder(tokens())[0]
         both = hf.EncoderDecoderModel(encoder=encoder, decoder=decoder)
@@ -304,10 +298,8 @@ def test_t14_calibration_never_gets_worse_and_other_data_gain(name, window, is_c
         assert (later <= earlier + 1e-5).all()
     assert (reached[-1] < reached[0]).all()
     others = [sample(seed=100 + seed, **options) for seed in range(6)]
-    means = [
-        torch.stack([divergence(own, attention_matrix(own, name, p)) for own in others]).mean()
-        for p in (before, fit.parameters)
-    ]
+    both = [[attention_matrix(own, name, p) for own in others] for p in (before, fit.parameters)]
+    means = [torch.stack([*map(divergence, others, each)]).mean() for each in both]
     assert means[1] < means[0]
 
 
@@ -328,10 +320,8 @@ def test_weights_solve_the_mixture_of_all_pairs():
     for head in range(HEADS):
         likelihoods = (pairs / mass[:, None, None])[head].flatten(0, 1)
         result = mixture_proportions(likelihoods, exact[head].flatten(), tol=1e-7)
-        estimates = [
-            (pairs[head] * w).sum(-1) for w in (result.proportions / mass[head], found.log_weights[head].double().exp())
-        ]
-        rows = [e / e.sum() for e in estimates]
+        weights = result.proportions / mass[head], found.log_weights[head].double().exp()
+        rows = [e / e.sum() for e in ((pairs[head] * w).sum(-1) for w in weights)]
         torch.testing.assert_close(rows[1], rows[0], rtol=0, atol=1e-4)
 
 
