@@ -91,6 +91,13 @@ def test_t3_against_all_signs_of_twelve_rows():
     assert flipped.mean() > plain.mean()
 
 
+def test_after_bit_flips_no_single_sign_gains():
+    for seed in range(10):
+        kernel = random_kernel(seed)
+        c = l1_kernel_pca(kernel, 1, bit_flips=True).signs[0]
+        assert (kernel.diagonal() - c * (kernel @ c)).max() <= 1e-9 * (c @ kernel @ c)
+
+
 def test_results_do_not_depend_on_the_scale_of_the_kernel():
     kernel = random_kernel(3)
     found = l1_kernel_pca(kernel, bit_flips=True)
