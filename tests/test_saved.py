@@ -292,7 +292,7 @@ def test_the_line_of_convert_loads_models_of_the_zoo(bert_folder, tmp_path, caps
 
 
 OLD = Path(__file__).parent / "checkpoints"
-# Of version 0.1.0, made by tests/checkpoints/make.py.
+# Of version 0.1.0, made by tests/checkpoints/make.py of commit 672be68.
 # Folder: how it is loaded, and the backend, where the checkpoint does not know it.
 FOLDERS = {
     "bert_batch": (hf.AutoModel, "favor++"),

@@ -1,13 +1,20 @@
-"""A small corpus of sines and small untrained speech models."""
+"""A small corpus of sines, small untrained speech models, and logits whose texts are known."""
 
+import itertools
 import json
+from importlib.util import find_spec
 
 import numpy as np
+import pytest
 import soundfile
 import torch
 
 from favor.models.conformer import ConformerConfig, ConformerFeatureExtractor, ConformerForCTC, ConformerForTransducer
 from favor.models.speech import ConformerProcessor, train_tokenizer
+
+HAS_SEARCH = find_spec("flashlight") is not None
+needs_search = pytest.mark.skipif(not HAS_SEARCH, reason="needs flashlight-text, of the extra lm")
+
 
 RATE = 16000
 SIZES = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
@@ -90,3 +97,22 @@ def save_model(folder, architecture="ctc", **changes):
     model.save_pretrained(folder)
     processor.save_pretrained(folder)
     return folder
+
+
+def sure_logits(labels, *tokens):
+    """Logits `[1, 2 n, labels]` that say n tokens, with a blank after each."""
+    logits = torch.full((1, 2 * len(tokens), labels), -30.0)
+    logits[0, 1::2, 0] = logits[0, range(0, 2 * len(tokens), 2), tokens] = 0.0
+    return logits
+
+
+def all_texts(logits):
+    """Every text that the frames `[L, V]` can say, with its CTC log probability."""
+    frames, labels = logits.shape
+    log_probs = logits.double().log_softmax(-1)[:, None]
+    for count in range(frames + 1):
+        for text in itertools.product(range(1, labels), repeat=count):
+            target = torch.tensor([text], dtype=torch.long)
+            loss = torch.nn.functional.ctc_loss(log_probs, target, [frames], [count], reduction="none")
+            if loss < 1e9:
+                yield text, -float(loss)

@@ -6,8 +6,8 @@ from itertools import product
 import numpy as np
 import pytest
 import torch
-from naive import ORDERS, algorithm, as_array, backward_error, check_above, clamped, curvature, log_sum, randn, solve
 from pairwise import pairs
+from problem import ORDERS, algorithm, as_array, backward_error, check_above, clamped, curvature, log_sum, randn, solve
 
 from favor.optim import bound_coefficients, bound_solve, partition_bound
 from favor.optim.bound import bound_dense, bound_diagonal, bound_factor, bound_matvec, bound_row_sums

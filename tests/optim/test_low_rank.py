@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 import torch
-from naive import algorithm, check_above, clamped, low_rank, randn
 from pairwise import pairs
+from problem import algorithm, check_above, clamped, low_rank, randn
 
 from favor.optim.low_rank import LowRankCurvature, low_rank_bound
 

@@ -5,9 +5,24 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
-from naive import ORDERS, as_array, curvature, layer_curvature, randn
 from pairwise import pairs
-from problem import DECAY, EXAMPLES, INPUTS, LABELS, backward, data, gradient, joined, make_head, start
+from problem import (
+    DECAY,
+    EXAMPLES,
+    INPUTS,
+    LABELS,
+    ORDERS,
+    as_array,
+    backward,
+    curvature,
+    data,
+    gradient,
+    joined,
+    layer_curvature,
+    make_head,
+    randn,
+    start,
+)
 
 from favor.optim import BBM, LSPFB, SBM, SPFB, LowRankCurvature, ProxBoundSGD, SoftmaxBound, exact_step_, majorizers
 from favor.optim.bound import bound_coefficients, bound_factor

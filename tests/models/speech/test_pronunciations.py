@@ -6,9 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from ctc_texts import all_texts, sure_logits
-from marks import HAS_SEARCH, needs_search
-from tiny_speech import says_each_frame
+from tiny_speech import HAS_SEARCH, all_texts, needs_search, says_each_frame, sure_logits
 
 from favor.models.conformer import ConformerFeatureExtractor, ConformerForCTC
 from favor.models.speech import (

@@ -11,8 +11,7 @@ from collections import Counter
 
 import pytest
 import torch
-from ctc_texts import all_texts
-from tiny_speech import build, make_processor, says_each_frame
+from tiny_speech import all_texts, build, make_processor, says_each_frame
 
 from favor.models.conformer import ConformerForTransducer
 from favor.models.speech import (

@@ -6,7 +6,7 @@ from functools import partialmethod
 import numpy as np
 import pytest
 import torch
-from marks import needs_search
+from tiny_speech import needs_search
 from transformers import (
     AutoModelForCTC,
     WhisperConfig,

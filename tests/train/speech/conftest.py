@@ -4,8 +4,7 @@ from functools import partial
 
 import pytest
 from launching import caller, forget_accelerator
-from speech import CONFORMER, HEAD, write_corpus
-from tiny_whisper import make_processor, save
+from speech_corpus import CONFORMER, HEAD, make_processor, save, write_corpus
 
 from favor.train import asr
 

@@ -11,10 +11,20 @@ import tiny_speech
 import torch
 from launching import options
 from safetensors.torch import load_file
-from speech import AGAIN, CONFORMER, EXACT, HEAD, RATE, WHISPER, write_corpus
-from speech_corpus import assert_told
+from speech_corpus import (
+    AGAIN,
+    CONFORMER,
+    EXACT,
+    FRAMES,
+    HEAD,
+    RATE,
+    SPECIAL,
+    WHISPER,
+    assert_told,
+    make_processor,
+    write_corpus,
+)
 from stopping import same_weights, whole_and_resumed
-from tiny_whisper import FRAMES, SPECIAL, make_processor
 from transformers import AutoModelForCTC, AutoProcessor, WhisperFeatureExtractor
 
 import favor

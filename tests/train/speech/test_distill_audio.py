@@ -5,8 +5,7 @@ import json
 import pytest
 import torch
 from safetensors.torch import load_file
-from speech import few_and_short
-from tiny_whisper import make_processor, save
+from speech_corpus import few_and_short, make_processor, save
 from transformers import AutoProcessor, WhisperForConditionalGeneration
 
 from favor.models.conformer import ConformerConfig, ConformerFeatureExtractor, ConformerForCTC

@@ -10,7 +10,7 @@ import scipy.signal
 import soundfile
 import torch
 from accelerate.data_loader import prepare_data_loader
-from speech_corpus import RATE, WORDS, librispeech, sound, write_sound
+from speech_corpus import RATE, SPOKEN, librispeech, sound, write_sound
 
 from favor.models.conformer.feature_extraction_conformer import ConformerFeatureExtractor
 from favor.models.speech import ConformerProcessor, read_file, resample, train_tokenizer
@@ -247,7 +247,7 @@ def numbers(batches):
 
 @pytest.fixture(scope="module")
 def processor():
-    return ConformerProcessor(ConformerFeatureExtractor(), train_tokenizer([" ".join(WORDS)], "char"))
+    return ConformerProcessor(ConformerFeatureExtractor(), train_tokenizer([" ".join(SPOKEN)], "char"))
 
 
 @pytest.fixture(scope="module")

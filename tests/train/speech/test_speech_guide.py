@@ -9,9 +9,17 @@ from pathlib import Path
 
 import pytest
 from launching import isolated_here
-from speech import WORDS, few_and_short, write_corpus
-from speech_corpus import members, write_shard, write_sound
-from tiny_whisper import make_processor, save, save_causal
+from speech_corpus import (
+    WORDS,
+    few_and_short,
+    make_processor,
+    members,
+    save,
+    save_causal,
+    write_corpus,
+    write_shard,
+    write_sound,
+)
 
 from favor.eval import whisper_ctc_long
 from favor.models.speech import write_arpa

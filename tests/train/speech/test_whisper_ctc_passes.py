@@ -7,9 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 from launching import caller, isolated_here, options
-from marks import needs_search
-from speech import HEAD, WORDS, write_corpus
-from tiny_whisper import SPECIAL, make_processor, save, save_causal
+from speech_corpus import HEAD, SPECIAL, WORDS, make_processor, save, save_causal, write_corpus
+from tiny_speech import needs_search
 
 from favor.eval import asr as evaluation
 from favor.eval import whisper_ctc, whisper_ctc_long
