@@ -116,7 +116,7 @@ def load_samples(
     tokenizer = load_tokenizer(ModelArguments(model_name_or_path=path))
     encoded = {split: tokenized(part, task, tokenizer, options) for split, part in texts.items()}
     check_samples(encoded.values(), task, tokenizer)
-    return Samples(data, encoded, tokenizer, rows, remark, batch_size)
+    return Samples(data, encoded, tokenizer, rows, remark.replace(path, *report.local_names([path])), batch_size)
 
 
 def settings_of(arguments: argparse.Namespace) -> list[tuple[str, str, dict[str, Any]]]:
