@@ -1,13 +1,12 @@
 """A small heap for tests that build many optimizers."""
 
 import gc
-from collections.abc import Iterator
 
 import pytest
 
 
 @pytest.fixture(autouse=True, scope="module")
-def few_objects() -> Iterator[None]:
+def few_objects():
     """Hides objects of imports from Python's garbage collector, which optimizers ask for the holders of a weight."""
     gc.collect()
     gc.freeze()

@@ -1,11 +1,9 @@
 """A small number of test cases that still has every pair of values of two parameters."""
 
-from collections.abc import Iterable
 from itertools import combinations, product
-from typing import Any
 
 
-def pairs(**axes: Iterable[Any]) -> tuple[tuple[str, ...], list[tuple[Any, ...]]]:
+def pairs(**axes):
     """Makes names and cases for `pytest.mark.parametrize(*pairs(...))`: every pair of values of two axes is in a case.
 
     The cases are equal in every run. With at most two axes they are the full product.

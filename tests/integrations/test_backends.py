@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 import transformers as hf
 from architectures import BART, BERT, BY_NAME, LLAMA, tokens
+from processes import run_two
 from small_sections import set_small_sections
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate
@@ -26,7 +27,6 @@ from favor.integrations.exact import Share
 from favor.integrations.layer import layer_number, redraw_epoch
 from favor.landmark import Landmarks
 from favor.registry import Family
-from tests.processes import run_two
 
 
 def test_aliases_are_the_same_attention():

@@ -2,15 +2,13 @@
 
 import copy
 import io
-import multiprocessing
-import time
 from itertools import pairwise
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing
 from problem import DECAY, EXAMPLES, backward, data, joined, make_head, objective, optimum, start, train
+from processes import run_two
 from torch.nn.functional import cross_entropy
 
 from favor.optim import BBM, LSPFB, SBM, SPFB, CombinedOptimizer, ProxBoundSGD, SoftmaxBound
@@ -35,19 +33,6 @@ TABLE = {
     "LSPFB repaired": (lambda h: LSPFB(h, weight_decay=DECAY, rank=2, rule="repaired"), 20),
 }
 every = pytest.mark.parametrize("name", TABLE)
-
-
-def run_two(function, *args):
-    """Calls `function(rank, *args)` in two fresh copies of a server and waits; what one raises is raised here."""
-    multiprocessing.set_forkserver_preload(["favor.optim", "favor.models.conformer"])
-    options = {"nprocs": 2, "start_method": "forkserver", "join": False}
-    both = torch.multiprocessing.start_processes(function, args, **options)
-    deadline = time.monotonic() + 300
-    while not both.join(timeout=5):
-        if time.monotonic() > deadline:
-            for process in both.processes:
-                process.kill()
-            raise TimeoutError(f"two processes have not ended after {300} seconds")
 
 
 def make(name, **options):
