@@ -14,7 +14,6 @@ import itertools
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -92,8 +91,11 @@ class Way:
     def read(self, tokens: Tensor) -> Tensor:
         """Reads the next tokens `[1, L]`; gives the last hidden state `[1, width]`."""
         found: list[Tensor] = []
-        call = partial(self.model, tokens, past_key_values=self.cache)
-        self.times.append(1e3 * seconds(lambda: found.append(call().last_hidden_state[:, -1]), self.model.device.type))
+
+        def call() -> None:
+            found.append(self.model(tokens, past_key_values=self.cache).last_hidden_state[:, -1])
+
+        self.times.append(1e3 * seconds(call, self.model.device.type))
         return found[0]
 
     @property

@@ -11,7 +11,6 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import reduce
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -78,8 +77,10 @@ class Backend:
     @property
     def slug(self) -> str:
         """The label as a folder name."""
-        changes = {"+": "_plus", "#": "_sharp", ", ": "-", ": ": "_", ":": "-", " ": "_"}
-        return reduce(lambda text, change: text.replace(*change), changes.items(), self.label)
+        text = self.label
+        for old, new in {"+": "_plus", "#": "_sharp", ", ": "-", ": ": "_", ":": "-", " ": "_"}.items():
+            text = text.replace(old, new)
+        return text
 
     def arguments(self) -> list[str]:
         """Writes the backend as arguments of a training program; an adapted model brings its own."""

@@ -169,9 +169,9 @@ def switched(exact: PreTrainedModel, attention: str = BACKEND) -> PreTrainedMode
     torch.manual_seed(0)
     model = _from_config(type(exact), copy.deepcopy(exact.config), attention)
     with torch.no_grad():
-        pairs = zip((model.parameters(), model.buffers()), (exact.parameters(), exact.buffers()), strict=True)
-        for own, other in (both for pair in pairs for both in zip(*pair, strict=True)):
-            own.copy_(other)
+        for kind in (nn.Module.parameters, nn.Module.buffers):
+            for own, other in zip(kind(model), kind(exact), strict=True):
+                own.copy_(other)
     return model
 
 

@@ -29,9 +29,17 @@ class Packing:
     longest_key: int
 
     @classmethod
-    def of(cls, query: Tensor, key: Tensor, is_causal: bool, *lengths: Any) -> Packing:
-        """Checks and bundles cumulative lengths of queries and keys, and the longest; errors name what was expected."""
-        cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k = lengths
+    def of(
+        cls,
+        query: Tensor,
+        key: Tensor,
+        is_causal: bool,
+        cu_seqlens_q: Tensor | None,
+        cu_seqlens_k: Tensor | None,
+        max_seqlen_q: int | None,
+        max_seqlen_k: int | None,
+    ) -> Packing:
+        """Checks the lengths and bundles them; errors name the argument, what was expected and what came."""
         if cu_seqlens_q is None or cu_seqlens_k is None:
             raise ValueError("cu_seqlens_q and cu_seqlens_k go together; for self-attention pass one tensor twice.")
         if query.shape[0] != 1:

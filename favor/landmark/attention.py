@@ -74,9 +74,9 @@ def attend(family: Landmarks, query: Tensor, key: Tensor, value: Tensor, call: A
         query, key, value = query.to(raised), key.to(raised), value.to(raised)
     counts = _counts(call.query_padding(length, keys), query), _counts(call.key_mask, key)
     if call.is_causal:
-        options: Any = {"selected": call.selected_keys, "scale": call.scale, "kernel": call.kernel}
         if call.state is not None:
-            return kept.attention(query, key, value, counts[1], call.state, *options.values())
+            return kept.attention(query, key, value, counts[1], call)
+        options: Any = {"selected": call.selected_keys, "scale": call.scale, "kernel": call.kernel}
         return causal.attention(query, key, value, counts[1] - counts[0], **options)
     out = bidirectional.attention(
         query.unflatten(1, (key_heads, -1)).flatten(0, 1),

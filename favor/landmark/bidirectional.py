@@ -7,7 +7,6 @@ its mean value and its count. A block of 16 alike queries reads the nodes exactl
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -166,8 +165,9 @@ class Nodes:
         return cls(count, mean.to(key.dtype), mean_value.to(key.dtype), variance)
 
 
-def _choose(*given: Any) -> Tensor:
-    blocks, lengths, mean, variance, count, size, selected, most = given
+def _choose(
+    blocks: Tensor, lengths: Tensor, mean: Tensor, variance: Tensor, count: Tensor, size: Tensor, wanted: int, most: int
+) -> Tensor:
     heads, lead, blocks, mean = count.shape[0], blocks.shape[:2], blocks.to(count.dtype), mean.to(count.dtype)
     place = torch.arange(lead[1] * blocks.shape[2], device=blocks.device).view(-1, blocks.shape[2])
     real = (place < lengths.view(-1, 1, 1)).to(blocks.dtype)
@@ -176,7 +176,7 @@ def _choose(*given: Any) -> Tensor:
     squares = (weight @ blocks.square()).view(heads, -1, blocks.shape[3])
     score = rows @ mean.mT + SPREAD * (squares @ variance.clamp(min=0).mT).sqrt()
     best, found = score.masked_fill(count.unsqueeze(1) == 0, -torch.inf).topk(most, -1)
-    behind = torch.arange(most, device=blocks.device) >= -(-selected // size).view(-1, 1, 1)
+    behind = torch.arange(most, device=blocks.device) >= -(-wanted // size).view(-1, 1, 1)
     return found.masked_fill((best == -torch.inf) | behind, -1).to(torch.int32).view(*lead, most)
 
 

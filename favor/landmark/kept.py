@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from favor.attention.functional import AttentionCall
 from favor.kernels import StreamState
 from favor.kernels.dispatch import on_cpu
 from favor.landmark import causal
@@ -86,13 +86,15 @@ class Kept(Past):
         self.shared = self.shared[:, :, :0]
 
 
-def attention(query: Tensor, key: Tensor, value: Tensor, counts: Tensor, state: StreamState, *options: Any) -> Tensor:
-    """Computes causal attention of the tokens that come after those of a state, which is changed in place.
+def attention(query: Tensor, key: Tensor, value: Tensor, counts: Tensor, call: AttentionCall) -> Tensor:
+    """Computes causal attention of the tokens that come after those of the call's state, which is changed in place.
 
     Tensors are those of `favor.landmark.causal.attention`, of the same tokens, and `counts`, int64 `[B]`: how many of
-    the first are no padding, which is zeros. Options are selected, scale and kernel. Only the first piece has a graph.
-    Raises a ValueError if the state was begun with other options or another batch.
+    the first are no padding, which is zeros. Only the first piece has a graph. Raises a ValueError if the state was
+    begun with other options or another batch.
     """
+    state, options = call.state, (call.selected_keys, call.scale, call.kernel)
+    assert state is not None
     if state.memory is None:
         past = torch.zeros_like(counts)
         known = causal.past_of(query, key, value, past, True)

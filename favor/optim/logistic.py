@@ -122,17 +122,16 @@ class BBM(HeadOptimizer):
 
     def _move(self, group: Options, change: Tensor) -> None:
         if group["curvature"] in CERTIFIED:
-            return super()._move(group, change)
+            super()._move(group, change)
+            return
         parameters, before = group["params"], self._objective(self._loss, group)
         kept = [parameter.clone() for parameter in parameters]
-        for halving in range(HALVINGS + 1):
+        for halving in range(HALVINGS):
+            subtract(parameters, change * 0.5**halving)
+            if self._objective(self._again(), group) <= before:
+                return
             for parameter, start in zip(parameters, kept, strict=True):
                 parameter.copy_(start)
-            if halving < HALVINGS:
-                subtract(parameters, change * 0.5**halving)
-                if self._objective(self._again(), group) <= before:
-                    return None
-        return None
 
 
 class SPFB(HeadOptimizer):
