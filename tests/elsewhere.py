@@ -1,15 +1,21 @@
 """A device other than the CPU for machines without a GPU, to test code that must not depend on the device.
 
 Its tensors say that they are on "meta", hold their values on the CPU, and raise an error together with tensors of the
-CPU, as tensors of a GPU do. Reads by the host, for which it would have to wait on a GPU, are counted.
+CPU, as tensors of a GPU do. Reads by the host, for which it would have to wait on a GPU, are counted, and so are launches:
+Triton kernels, which run there in Triton's interpreter, and operators that compute or copy something.
 """
 
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import replace
 from unittest.mock import patch
 
 import torch
+from torch._library.custom_ops import OPDEFS
+from triton.runtime.interpreter import GridExecutor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
+
+from favor.kernels import dispatch
 
 aten = torch.ops.aten
 READING = {aten._local_scalar_dense.default, aten.nonzero.default, aten.equal.default}
@@ -57,9 +63,14 @@ class _Dispatch(TorchDispatchMode):
     def __init__(self):
         super().__init__()
         self.reads = 0
+        self.counts = False
+        self.launches = []
 
     def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
         kwargs = dict(kwargs or {})
+        if self.counts and operator.namespace == "favor":  # what it does there
+            with self:
+                return OPDEFS[operator._schema.name]._init_fn(*args, **kwargs)
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         there = [tensor for tensor in tensors if isinstance(tensor, Elsewhere)]
         goes = bool(there)
@@ -72,6 +83,8 @@ class _Dispatch(TorchDispatchMode):
             goes = _is_there(kwargs["device"])
             kwargs["device"] = torch.device("cpu")
         self.reads += operator in READING or bool(there and not goes)
+        if (goes or there) and not _is_free(operator):
+            self.launches.append(operator.name().removeprefix("aten::"))
         args, kwargs = tree_map(lambda x: x.held if isinstance(x, Elsewhere) else x, (args, kwargs))
         same = {id(tensor.held): tensor for tensor in there}
 
@@ -81,6 +94,38 @@ class _Dispatch(TorchDispatchMode):
             return same[id(result)] if id(result) in same else Elsewhere(result)
 
         return tree_map(wrapped, operator(*args, **kwargs))
+
+
+def _is_free(operator):
+    """Whether an operator launches nothing on a GPU: it gives a view, or memory with nothing in it."""
+    returned = [one.alias_info for one in operator._schema.returns]
+    is_view = any(alias is not None and not alias.is_write for alias in returned)
+    return is_view or "empty" in operator.name() or operator in (aten._unsafe_view.default, aten.detach.default)
+
+
+@contextmanager
+def triton_there():
+    """Inside, Triton kernels are those of the other device, as on a GPU; yields what `another_device` yields."""
+    run = GridExecutor.__call__
+
+    def launch(self, *args, **kwargs):
+        there.launches.append(self.fn.__name__)
+        args, kwargs = tree_map(lambda x: x.held if isinstance(x, Elsewhere) else x, (args, kwargs))
+        with torch.utils._python_dispatch._disable_current_modes():
+            run(self, *args, **kwargs)
+
+    row = replace(dispatch.TABLE["triton"], device="meta")
+    with ExitStack() as stack:
+        for changed in (
+            patch.dict(dispatch.TABLE, triton=row),
+            patch.object(dispatch, "PLAIN", (*dispatch.PLAIN, Elsewhere)),
+            patch.object(dispatch, "is_in_torch_dispatch_mode", lambda: False),
+            patch.object(GridExecutor, "__call__", launch),
+        ):
+            stack.enter_context(changed)
+        there = stack.enter_context(another_device())
+        there.counts = True
+        yield there
 
 
 _tensor, _as_tensor, _autocast = torch.tensor, torch.as_tensor, torch.autocast

@@ -20,7 +20,7 @@ _WIDEST = 256
 _WIDEST_FUSED = 128
 # Bytes, those of compute capability 8.0, for which all configurations of the kernels are compiled and checked.
 _SHARED_MEMORY = 163 * 1024
-_PLAIN = (Tensor, torch.nn.Parameter)
+PLAIN = (Tensor, torch.nn.Parameter)  # types of ordinary tensors
 _logger = logging.getLogger("favor.kernels")
 
 
@@ -157,7 +157,7 @@ def is_exporting() -> bool:
 
 def has_shape_only(tensor: Tensor) -> bool:
     """Tells whether a tensor has no contents: one on "meta", or a fake one."""
-    return is_fake(tensor) or (type(tensor) in _PLAIN and tensor.device.type == "meta")
+    return is_fake(tensor) or (type(tensor) in (Tensor, torch.nn.Parameter) and tensor.device.type == "meta")
 
 
 def check_not_scripted() -> None:
@@ -178,7 +178,7 @@ def plain(*tensors: Tensor | None) -> bool:
     """Tells whether these are ordinary tensors that nothing, such as a compiler, watches."""
     if torch.compiler.is_compiling() or is_in_torch_dispatch_mode() or is_transformed():
         return False
-    return all(type(tensor) in _PLAIN and tensor is not None and not has_shape_only(tensor) for tensor in tensors)
+    return all(type(tensor) in PLAIN and tensor is not None and not has_shape_only(tensor) for tensor in tensors)
 
 
 def on_cpu(tensor: Tensor) -> bool:
