@@ -297,3 +297,35 @@ class ChosenOperands(NamedTuple):
     section: int
     most: int
     scale: float
+
+
+class NodeOptions(NamedTuple):
+    """The numbers of a call of `favor.kernels.nodes.node_attention`.
+
+    Attributes:
+        means: M, nodes of sorted keys.
+        selected: K; a block reads K keys exactly, in whole nodes, rounded up. 0: means alone are read.
+        block: alike queries that share a choice.
+        together: whether queries are sorted, so that those of a block are alike. If not, they stay in their order, and
+            keys are sorted by keys.
+        is_padded: whether fewer keys than there are may count.
+        spread: standard deviations of the logits of a node that are added to the logit of its mean.
+        scale: of the logits.
+    """
+
+    means: int
+    selected: int
+    block: int
+    together: bool
+    is_padded: bool
+    spread: float
+    scale: float
+
+    def number(self, keys: int) -> int:
+        """Gives how many nodes there are room for."""
+        return min(self.means, keys)
+
+    def most(self, keys: int) -> int:
+        """Gives how many nodes a block may choose at most."""
+        selected = min(self.selected, keys)
+        return min(selected if self.is_padded else -(-selected // -(-keys // self.means)), self.number(keys))

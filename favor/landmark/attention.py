@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from favor.attention.functional import AttentionCall, method
+from favor.kernels.nodes import is_fused
 from favor.landmark import bidirectional, causal, kept
 from favor.registry import Family, register
 
@@ -72,6 +73,8 @@ def attend(family: Landmarks, query: Tensor, key: Tensor, value: Tensor, call: A
     if query.device.type == "cpu":
         raised = torch.promote_types(query.dtype, torch.float32)
         query, key, value = query.to(raised), key.to(raised), value.to(raised)
+    if not call.is_causal and is_fused(call.kernel, query, value):
+        return bidirectional.fused(query, key, value, call)
     counts = _counts(call.query_padding(length, keys), query), _counts(call.key_mask, key)
     if call.is_causal:
         if call.state is not None:

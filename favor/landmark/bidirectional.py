@@ -12,14 +12,17 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
 
+from favor.attention.functional import AttentionCall
 from favor.kernels.chosen import chosen_attention, log_left
 from favor.kernels.dispatch import is_exporting, operator
 from favor.kernels.exported import first_rows, in_blocks
-from favor.kernels.operands import ChosenOperands
+from favor.kernels.nodes import node_attention
+from favor.kernels.operands import ChosenOperands, NodeOptions
 from favor.landmark.sorting import order_of
 
 # Measured in docs/papers/landmark_form.md.
 BLOCK = 16  # alike queries that share a choice
+_ROWS = 64  # queries that read means alone at a time
 SPREAD = 2.0  # standard deviations of the logits of a node that are added to the logit of its mean
 
 
@@ -84,6 +87,23 @@ def attention(
         found = out.flatten(0, 1)
         out = torch.zeros_like(found).index_copy(0, place, found).view(out.shape)
     return out.unflatten(0, (heads, groups))
+
+
+def fused(query: Tensor, key: Tensor, value: Tensor, call: AttentionCall) -> Tensor:
+    """Computes `attention` of whole heads, `[B, H, L, d]` and `[B, Hk, S, d]`, by one operator."""
+    padding = call.query_padding(query.shape[2], key.shape[2])
+    lengths, key_lengths = (None if mask is None else mask.sum(1) for mask in (padding, call.key_mask))
+    block = _ROWS if not call.selected_keys else BLOCK if call.use_statistics else 1
+    options = NodeOptions(
+        means=call.num_features,
+        selected=call.selected_keys,
+        block=block,
+        together=call.use_statistics,
+        is_padded=call.key_mask is not None,
+        spread=SPREAD,
+        scale=call.scale,
+    )
+    return node_attention(query, key, value, lengths, key_lengths, options, call.kernel)
 
 
 def _read(

@@ -14,7 +14,7 @@ To choose, a program goes through the keys of some bins, one of each bin at a ti
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -34,7 +34,7 @@ from favor.kernels.gpu.common import (
     mix,
     padded_width,
     settled,
-    store_rows,
+    strides,
     tuned,
     wide,
     width_constants,
@@ -66,50 +66,66 @@ _MOST = tl.constexpr(8.0)
 # Steps over which keys of rows are loaded ahead: their addresses, then themselves.
 _AHEAD = tl.constexpr(3)
 
-_SIZES = ("blocks", "rows", "groups", "keys", "chosen", "owns", "means", "most")
+_SIZES = ("blocks", "rows", "heads", "groups", "length", "keys", "chosen", "owns", "means", "most")
 
 
 @triton.jit
 def _locate(
-    seen, first, runs, blocks, rows, groups, keys, most, owns, section: tl.constexpr, TOKENS: tl.constexpr
+    seen, first, runs, order, blocks, rows, heads, groups, length, keys, most, owns,
+    section: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
     """Tells where a program works.
 
     Returns:
-        its key head, its block, counted over all before it, and its first row, counted likewise (int64); its rows
-        `[TOKENS]`, counted likewise, and which of them exist; the last near key that each sees; the first near key, and
-        the end of those of all rows; how many keys the block may choose, the keys of a run, how many keys it chose, and
-        how many each row may have.
+        its sequence, its query head and its key head there, and its block, counted over all before it (int64); the
+        first of its rows in the block, the places of its rows among the queries of the head `[TOKENS]`, and which of
+        them exist; the last near key that each sees; the first near key, and the end of those of all rows; how many
+        keys the block may choose, the keys of a run, how many keys it chose, and how many each row may have.
     """
     program = tl.program_id(0).to(tl.int64)
     tiles = tl.cdiv(rows, TOKENS)
     tile = (program % tiles).to(tl.int32) * TOKENS
     row = tile + tl.arange(0, TOKENS)
     block = program // tiles
-    asked = block * rows + row
-    first_asked = block * rows + tile
     head = block // blocks
-    limit = tl.load(seen + block).to(tl.int32)
-    run = tl.load(runs + head).to(tl.int32)
-    # Those without a key are at the end. A block that chose all keys leaves none for its rows.
-    number = tl.cdiv(tl.minimum(most, limit), run) * run
-    owns = tl.where(limit > most, owns, 0)
+    place = block % blocks * rows + row
+    inside = (row < rows) & (place < length)
+    start = (block % blocks).to(tl.int32) * rows
+    if first is not None:
+        start += tl.load(first + head).to(tl.int32)
+    if order is not None:
+        place = tl.load(order + head * length + place, mask=inside, other=0).to(tl.int64)
+    nearest, end, last = start * 0, start * 0, row
     if section > 0:
-        start = tl.load(first + head).to(tl.int32) + (block % blocks).to(tl.int32) * rows
         nearest = start // section * section
         end = tl.minimum(start + tl.minimum(tile + TOKENS, rows), keys)
         last = start + row
-    else:
-        nearest, end, last = limit * 0, limit * 0, row
-    return head // groups, block, first_asked, asked, row < rows, last, nearest, end, limit, run, number, owns
+    limit, run = nearest, start * 0 + 1
+    if seen is not None:
+        limit = tl.load(seen + block).to(tl.int32)
+    if runs is not None:
+        run = tl.load(runs + head).to(tl.int32)
+    # Those without a key are at the end. A block that chose all keys leaves none for its rows.
+    number = tl.cdiv(tl.minimum(most, limit), run) * run
+    owns = tl.where(limit > most, owns, 0)
+    batch, head = head // heads, head % heads
+    return batch, head, head // groups, block, tile, place, inside, last, nearest, end, limit, run, number, owns
 
 
 @triton.jit
-def _gather(base, places, seen, width: tl.constexpr, WIDTH: tl.constexpr):
-    """Loads `[C, WIDTH]` rows at `places` `[C]` (int64); zeros, and nothing read, where not `seen`."""
+def _gather(base, places, step, seen, width: tl.constexpr, WIDTH: tl.constexpr):
+    """Loads `[C, WIDTH]` rows at `places` `[C]` (int64), `step` apart; zeros, and nothing read, where not `seen`."""
     columns = tl.arange(0, WIDTH)
-    pointers = base + places[:, None] * width + columns[None, :]
+    pointers = base + places[:, None] * step + columns[None, :]
     return tl.load(pointers, mask=seen[:, None] & (columns < width)[None, :], other=0.0)
+
+
+@triton.jit
+def _scatter(base, places, step, seen, rows, width: tl.constexpr):
+    """Writes rows `[C, WIDTH]` at `places`, the counterpart of `_gather`."""
+    columns = tl.arange(0, rows.shape[1])
+    pointers = base + places[:, None] * step + columns[None, :]
+    tl.store(pointers, rows.to(base.dtype.element_ty), mask=seen[:, None] & (columns < width)[None, :])
 
 
 @triton.jit
@@ -121,13 +137,13 @@ def _add(base, places, seen, rows, width: tl.constexpr, WIDTH: tl.constexpr):
 
 
 @triton.jit
-def _load_own(q, key, value, own, inside, owns, step, factor, width: tl.constexpr, value_width: tl.constexpr,
-              VALUE_WIDTH: tl.constexpr):  # fmt: skip
+def _load_own(q, key, value, key_row, value_row, own, inside, owns, step, factor, width: tl.constexpr,
+              value_width: tl.constexpr, VALUE_WIDTH: tl.constexpr):  # fmt: skip
     """Loads a key of each row: place and whether there is one `[R]`, keys, values `[R, ...]`, and logits `[R]`."""
     place = tl.load(own + tl.arange(0, q.shape[0]) * owns + step, mask=inside, other=-1).to(tl.int64)
     seen = place >= 0
-    k = _gather(key, place, seen, width, q.shape[1]).to(tl.float32)
-    v = _gather(value, place, seen, value_width, VALUE_WIDTH).to(tl.float32)
+    k = _gather(key, place, key_row, seen, width, q.shape[1]).to(tl.float32)
+    v = _gather(value, place, value_row, seen, value_width, VALUE_WIDTH).to(tl.float32)
     logits = tl.sum(q.to(tl.float32) * k, axis=1) * factor
     return place, seen, k, v, tl.where(seen, logits, float("-inf"))
 
@@ -139,17 +155,17 @@ def _load_means(q, key, value, log, begin, means, factor, width: tl.constexpr, v
     place = (begin + tl.arange(0, FEATURES)).to(tl.int64)
     shift = tl.load(log + place, mask=place < means, other=float("-inf")).to(tl.float32) * LOG2E
     seen = shift > float("-inf")
-    k = _gather(key, place, seen, width, q.shape[1])
-    v = _gather(value, place, seen, value_width, VALUE_WIDTH)
+    k = _gather(key, place, width, seen, width, q.shape[1])
+    v = _gather(value, place, value_width, seen, value_width, VALUE_WIDTH)
     return place, seen, k, v, contract(q, k) * factor + shift[None, :]
 
 
 @triton.jit
-def _load_keys(q, key, value, place, seen, last, factor, width: tl.constexpr, value_width: tl.constexpr,
-               VALUE_WIDTH: tl.constexpr):  # fmt: skip
+def _load_keys(q, key, value, key_row, value_row, place, seen, last, factor, width: tl.constexpr,
+               value_width: tl.constexpr, VALUE_WIDTH: tl.constexpr):  # fmt: skip
     """Loads keys and values `[C, ...]` at places (int64), and logits `[R, C]`; rows see none after `last` `[R]`."""
-    k = _gather(key, place, seen, width, q.shape[1])
-    v = _gather(value, place, seen, value_width, VALUE_WIDTH)
+    k = _gather(key, place, key_row, seen, width, q.shape[1])
+    v = _gather(value, place, value_row, seen, value_width, VALUE_WIDTH)
     visible = seen[None, :] & (place[None, :] <= last[:, None])
     return k, v, tl.where(visible, contract(q, k) * factor, float("-inf"))
 
@@ -165,34 +181,39 @@ def _places(shared, begin, number, limit, run, FEATURES: tl.constexpr):
 
 @triton.jit(do_not_specialize=_SIZES)
 def _read(
-    query, key, value, shared, own, seen, far_key, far_value, far_log, first, runs, out, lse,
-    blocks, rows, groups, keys, chosen, owns, means, most, scale,
+    query, key, value, shared, own, seen, far_key, far_value, far_log, first, runs, order, out, lse,
+    blocks, rows, heads, groups, length, keys, chosen, owns, means, most, scale,
+    query_batch, query_head, query_row, key_batch, key_head, key_row, value_batch, value_head, value_row,
+    out_batch, out_head, out_row,
     section: tl.constexpr, width: tl.constexpr, value_width: tl.constexpr,
     WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr, TOKENS: tl.constexpr, FEATURES: tl.constexpr,
 ):  # fmt: skip
     """Reads for some rows of a block. Rows that see nothing get zeros, and -inf as logarithm of the normaliser."""
-    head, block, first_asked, asked, inside, last, nearest, end, limit, run, number, others = _locate(
-        seen, first, runs, blocks, rows, groups, keys, most, owns, section, TOKENS
+    batch, head, source, block, tile, asked, inside, last, nearest, end, limit, run, number, others = _locate(
+        seen, first, runs, order, blocks, rows, heads, groups, length, keys, most, owns, section, TOKENS
     )
     factor = scale * LOG2E
-    q = _gather(query, asked, inside, width, WIDTH)
+    q = _gather(query + batch * query_batch + head * query_head, asked, query_row, inside, width, WIDTH)
     top = tl.full([TOKENS], float("-inf"), tl.float32)
     total = tl.zeros([TOKENS], tl.float32)
     acc = tl.zeros([TOKENS, VALUE_WIDTH], tl.float32)
-    key += head * keys * width
-    value += head * keys * value_width
+    key += batch * key_batch + source * key_head
+    value += batch * value_batch + source * value_head
+    source += batch * (heads // groups)
 
     # First, while the sums do not lie in registers as products of matrices need them.
-    own += first_asked * owns
+    own += (block * rows + tile) * owns
     for step in tl.range(0, others, num_stages=_AHEAD):
-        _, _, _, v, logits = _load_own(q, key, value, own, inside, owns, step, factor, width, value_width, VALUE_WIDTH)
+        _, _, _, v, logits = _load_own(
+            q, key, value, key_row, value_row, own, inside, owns, step, factor, width, value_width, VALUE_WIDTH
+        )
         risen = tl.maximum(top, logits)
         weights, decay = tl.exp2(logits - finite(risen)), tl.exp2(top - finite(risen))
         top, total = risen, total * decay + weights
         acc = acc * decay[:, None] + weights[:, None] * v
 
-    far_key += head * means * width
-    far_value += head * means * value_width
+    far_key += source * means * width
+    far_value += source * means * value_width
     for begin in range(0, means, FEATURES):
         _, _, _, v, logits = _load_means(
             q, far_key, far_value, far_log + block * means, begin, means, factor, width, value_width, VALUE_WIDTH,
@@ -203,7 +224,9 @@ def _read(
 
     for begin in range(nearest, end, FEATURES):
         place = (begin + tl.arange(0, FEATURES)).to(tl.int64)
-        _, v, logits = _load_keys(q, key, value, place, place < end, last, factor, width, value_width, VALUE_WIDTH)
+        _, v, logits = _load_keys(
+            q, key, value, key_row, value_row, place, place < end, last, factor, width, value_width, VALUE_WIDTH
+        )
         top, total, weights, decay = absorb(logits, top, total)
         acc = mix(weights, v, acc * decay[:, None])
 
@@ -211,14 +234,15 @@ def _read(
     last = last * 0 + limit
     for begin in range(0, number, FEATURES):
         place, there = _places(shared, begin, number, limit, run, FEATURES)
-        _, v, logits = _load_keys(q, key, value, place, there, last, factor, width, value_width, VALUE_WIDTH)
+        _, v, logits = _load_keys(
+            q, key, value, key_row, value_row, place, there, last, factor, width, value_width, VALUE_WIDTH
+        )
         top, total, weights, decay = absorb(logits, top, total)
         acc = mix(weights, v, acc * decay[:, None])
 
     norm, inverse = settled(top, total)
-    tl.store(lse + asked, norm * LN2, mask=inside)
-    result = acc * inverse[:, None]
-    store_rows(out + first_asked * value_width, value_width, result, inside, value_width, TOKENS, VALUE_WIDTH)
+    tl.store(lse + (batch * heads + head) * length + asked, norm * LN2, mask=inside)
+    _scatter(out + batch * out_batch + head * out_head, asked, out_row, inside, acc * inverse[:, None], value_width)
 
 
 @triton.jit
@@ -238,33 +262,36 @@ def _pull_back(
 
 @triton.jit(do_not_specialize=_SIZES)
 def _gradients(
-    query, key, value, shared, own, seen, far_key, far_value, far_log, first, runs, grad, out, lse,
+    query, key, value, shared, own, seen, far_key, far_value, far_log, first, runs, order, grad, out, lse,
     d_query, d_key, d_value, d_far_key, d_far_value,
-    blocks, rows, groups, keys, chosen, owns, means, most, scale,
+    blocks, rows, heads, groups, length, keys, chosen, owns, means, most, scale,
+    query_batch, query_head, query_row, key_batch, key_head, key_row, value_batch, value_head, value_row,
+    grad_batch, grad_head, grad_row, out_batch, out_head, out_row, dq_batch, dq_head, dq_row,
     section: tl.constexpr, width: tl.constexpr, value_width: tl.constexpr,
     WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr, TOKENS: tl.constexpr, FEATURES: tl.constexpr,
 ):  # fmt: skip
     """Computes the gradients for some rows of a block."""
-    head, block, first_asked, asked, inside, last, nearest, end, limit, run, number, others = _locate(
-        seen, first, runs, blocks, rows, groups, keys, most, owns, section, TOKENS
+    batch, head, source, block, tile, asked, inside, last, nearest, end, limit, run, number, others = _locate(
+        seen, first, runs, order, blocks, rows, heads, groups, length, keys, most, owns, section, TOKENS
     )
     factor = scale * LOG2E
-    q = _gather(query, asked, inside, width, WIDTH)
-    g = _gather(grad, asked, inside, value_width, VALUE_WIDTH)
-    o = _gather(out, asked, inside, value_width, VALUE_WIDTH)
+    q = _gather(query + batch * query_batch + head * query_head, asked, query_row, inside, width, WIDTH)
+    g = _gather(grad + batch * grad_batch + head * grad_head, asked, grad_row, inside, value_width, VALUE_WIDTH)
+    o = _gather(out + batch * out_batch + head * out_head, asked, out_row, inside, value_width, VALUE_WIDTH)
     delta = tl.sum(g.to(tl.float32) * o.to(tl.float32), axis=1)
-    norm = tl.load(lse + asked, mask=inside, other=float("-inf")) * LOG2E
+    norm = tl.load(lse + (batch * heads + head) * length + asked, mask=inside, other=float("-inf")) * LOG2E
     norm = tl.where(norm == float("-inf"), float("inf"), norm)  # no weight where nothing is seen
     dq = tl.zeros([TOKENS, WIDTH], tl.float32)
-    key += head * keys * width
-    value += head * keys * value_width
-    d_key += head * keys * width
-    d_value += head * keys * value_width
+    key += batch * key_batch + source * key_head
+    value += batch * value_batch + source * value_head
+    source += batch * (heads // groups)
+    d_key += source * keys * width
+    d_value += source * keys * value_width
 
-    own += first_asked * owns
+    own += (block * rows + tile) * owns
     for step in tl.range(0, others, num_stages=_AHEAD):
         place, there, k, v, logits = _load_own(
-            q, key, value, own, inside, owns, step, factor, width, value_width, VALUE_WIDTH
+            q, key, value, key_row, value_row, own, inside, owns, step, factor, width, value_width, VALUE_WIDTH
         )
         weights = tl.exp2(tl.minimum(logits - norm, _MOST))
         _add(d_value, place, there, weights[:, None] * g.to(tl.float32), value_width, VALUE_WIDTH)
@@ -272,10 +299,10 @@ def _gradients(
         _add(d_key, place, there, (slopes * scale)[:, None] * q.to(tl.float32), width, WIDTH)
         dq += slopes[:, None] * k
 
-    far_key += head * means * width
-    far_value += head * means * value_width
-    d_far_key += head * means * width
-    d_far_value += head * means * value_width
+    far_key += source * means * width
+    far_value += source * means * value_width
+    d_far_key += source * means * width
+    d_far_value += source * means * value_width
     for begin in range(0, means, FEATURES):
         place, there, k, v, logits = _load_means(
             q, far_key, far_value, far_log + block * means, begin, means, factor, width, value_width, VALUE_WIDTH,
@@ -287,7 +314,9 @@ def _gradients(
 
     for begin in range(nearest, end, FEATURES):
         place = (begin + tl.arange(0, FEATURES)).to(tl.int64)
-        k, v, logits = _load_keys(q, key, value, place, place < end, last, factor, width, value_width, VALUE_WIDTH)
+        k, v, logits = _load_keys(
+            q, key, value, key_row, value_row, place, place < end, last, factor, width, value_width, VALUE_WIDTH
+        )
         dq = _pull_back(
             q, g, delta, norm, k, v, logits, place, place < end, d_key, d_value, dq, scale, width, value_width
         )
@@ -296,52 +325,117 @@ def _gradients(
     last = last * 0 + limit
     for begin in range(0, number, FEATURES):
         place, there = _places(shared, begin, number, limit, run, FEATURES)
-        k, v, logits = _load_keys(q, key, value, place, there, last, factor, width, value_width, VALUE_WIDTH)
+        k, v, logits = _load_keys(
+            q, key, value, key_row, value_row, place, there, last, factor, width, value_width, VALUE_WIDTH
+        )
         dq = _pull_back(q, g, delta, norm, k, v, logits, place, there, d_key, d_value, dq, scale, width, value_width)
 
-    store_rows(d_query + first_asked * width, width, dq * scale, inside, width, TOKENS, WIDTH)
+    _scatter(d_query + batch * dq_batch + head * dq_head, asked, dq_row, inside, dq * scale, width)
 
 
-def _launch(kernel: Any, choices: dict[int, Any], given: ChosenOperands, *others: Tensor) -> None:
-    """Runs a kernel on the operands and other tensors, which are contiguous."""
-    heads, blocks, rows, width = given.query.shape
-    widths = (width, given.value.shape[-1])
-    choices = choices[given.query.element_size()]
+class Reading(NamedTuple):
+    """What `read` and `pull_back` are given: `ChosenOperands` with heads of their own dimension.
+
+    Attributes:
+        query: `[B, H, L, d]`; key and value: `[B, Hk, S, d]` and `[B, Hk, S, dv]`. The last stride of each is 1.
+        far_key, far_value: `[B, Hk, F, d]` and `[B, Hk, F, dv]`, contiguous.
+        far_log, shared, own, seen, first, run: as there, with `[B, H]` in place of `[N]`, contiguous. None for no own
+            keys, for blocks that see the sections before theirs, for heads that begin with the first key, and for runs
+            of one key.
+        order: which query comes in each place of the blocks, int32 `[B, H, L]`; None for the given order.
+        rows: queries of a block.
+        section, most, scale: as there.
+    """
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    far_key: Tensor
+    far_value: Tensor
+    far_log: Tensor
+    shared: Tensor
+    own: Tensor | None
+    seen: Tensor | None
+    first: Tensor | None
+    run: Tensor | None
+    order: Tensor | None
+    rows: int
+    section: int
+    most: int
+    scale: float
+
+
+def _launch(
+    kernel: Any, choices: dict[int, Any], given: Reading, tensors: tuple[Tensor, ...], *strided: Tensor
+) -> None:
+    """Runs a kernel on the operands and other tensors, with the strides of some of these."""
+    (batch, heads, length, width), (key_heads, keys) = given.query.shape, given.key.shape[1:3]
+    widths, rows = (width, given.value.shape[-1]), given.rows
+    blocks, choices = ceil_divide(length, rows), choices[given.query.element_size()]
     if rows <= _MANY_ROWS:
         choices = {limit: tuple(one._replace(warps=4) for one in some) for limit, some in choices.items()}
     # float16 is multiplied in tf32, too, where its range is too narrow.
     chosen = tuned(kernel, choices, widths, given.query, tf32=given.query.dtype != torch.bfloat16, longest=rows)
-    groups, sizes = heads // len(given.key), (given.shared.shape[-1], given.own.shape[-1], given.far_key.shape[1])
+    sizes = (given.shared.shape[-1], 0 if given.own is None else given.own.shape[-1], given.far_key.shape[2])
 
     def grid(meta: dict[str, Any]) -> tuple[int]:
-        return (heads * blocks * ceil_divide(rows, meta["TOKENS"]),)
+        return (batch * heads * blocks * ceil_divide(rows, meta["TOKENS"]),)
 
+    own = given.shared if given.own is None else given.own  # not read
     chosen[grid](
-        *(tensor.contiguous() for tensor in given[:11]),
-        *others,
-        *(blocks, rows, groups, given.key.shape[1], *sizes, given.most, given.scale),
+        *(given.query, given.key, given.value, given.shared, own, given.seen, given.far_key, given.far_value),
+        *(given.far_log, given.first, given.run, given.order, *tensors),
+        *(blocks, rows, heads, heads // key_heads, length, keys, *sizes, given.most, given.scale),
+        *strides(given.query, given.key, given.value, *strided),
         section=given.section,
         **width_constants(*widths),
     )
 
 
+def read(given: Reading) -> tuple[Tensor, Tensor]:
+    """Computes output `[B, H, L, dv]` and log normalisers `[B, H, L]`, float32, -inf for queries that see nothing."""
+    (batch, heads, length, _), width = given.query.shape, given.value.shape[-1]
+    out = given.query.new_empty(batch, length, heads, width).transpose(1, 2)
+    lse = given.query.new_empty(batch, heads, length, dtype=torch.float32)
+    if out.numel():
+        _launch(_read, _FORWARD, given, (out, lse), out)
+    return out, lse
+
+
+def pull_back(grad: Tensor, given: Reading, out: Tensor, lse: Tensor) -> tuple[Tensor, ...]:
+    """Computes the gradients of queries, and in float32 those of keys, values, and mean keys and values.
+
+    Weights are computed again.
+    """
+    grad = grad if grad.stride(-1) == 1 else grad.contiguous()
+    of_query = torch.empty_like(given.query)
+    read = (given.key, given.value, given.far_key, given.far_value)
+    sums = given.query.new_zeros(sum(tensor.numel() for tensor in read), dtype=torch.float32)
+    parts = sums.split([tensor.numel() for tensor in read])
+    if out.numel():
+        _launch(_gradients, _BACKWARD, given, (grad, out, lse, of_query, *parts), grad, out, of_query)
+    return (of_query, *(part.view(tensor.shape) for part, tensor in zip(parts, read, strict=True)))
+
+
+def _reading(given: ChosenOperands) -> Reading:
+    """Puts all heads of the operands into one sequence."""
+    query, key, value, shared, own, seen, far_key, far_value, far_log, first, run, *options = given
+    tokens = (tensor.contiguous().unsqueeze(0) for tensor in (query.flatten(1, 2), key, value, far_key, far_value))
+    others = (tensor.contiguous() for tensor in (far_log, shared, own, seen, first, run))
+    return Reading(*tokens, *others, None, query.shape[2], *options)
+
+
 def forward(given: ChosenOperands) -> tuple[Tensor, Tensor]:
     """Computes output `[N, Z, B, dv]` and log normalisers `[N, Z, B]`, float32, -inf for rows that see nothing."""
-    out = given.query.new_empty(*given.query.shape[:3], given.value.shape[-1])
-    lse = given.query.new_empty(given.query.shape[:3], dtype=torch.float32)
-    if out.numel():
-        _launch(_read, _FORWARD, given, out, lse)
-    return out, lse
+    out, lse = read(_reading(given))
+    return out[0].contiguous().view(*given.query.shape[:3], -1), lse.view(given.query.shape[:3])
 
 
 def backward(grad: Tensor, given: ChosenOperands, out: Tensor, lse: Tensor) -> tuple[Tensor, ...]:
     """Computes the gradients of queries, keys, values, and mean keys and values; weights are computed again."""
-    of_query = given.query.new_empty(given.query.shape)
-    read = (given.key, given.value, given.far_key, given.far_value)
-    sums = [tensor.new_zeros(tensor.shape, dtype=torch.float32) for tensor in read]
-    if out.numel():
-        _launch(_gradients, _BACKWARD, given, grad.contiguous(), out, lse, of_query, *sums)
-    return (of_query, *(total.to(given.query.dtype) for total in sums))
+    grad, out = (tensor.contiguous().flatten(1, 2).unsqueeze(0) for tensor in (grad, out))
+    of_query, *sums = pull_back(grad, _reading(given), out, lse.flatten(1).unsqueeze(0))
+    return (of_query.view(given.query.shape), *(total[0].to(given.query.dtype, copy=True) for total in sums))
 
 
 @triton.jit(do_not_specialize=["blocks", "rows", "size", "groups", "keys", "number", "others"])
@@ -366,7 +460,7 @@ def _search(
     for member in range(0, tl.cdiv(most, number)):
         place = member * number + own
         there = (own < number) & (place < most)
-        k = _gather(key, (member * number + tl.arange(0, BINS)).to(tl.int64), there, width, WIDTH)
+        k = _gather(key, (member * number + tl.arange(0, BINS)).to(tl.int64), width, there, width, WIDTH)
         if taken is not None:
             there = there & (tl.load(taken + block * others + place % others, mask=there, other=-1) != place)
         visible = there[None, :] & (place[None, :] < limit[:, None])
