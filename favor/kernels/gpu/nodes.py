@@ -59,12 +59,13 @@ def _sum_up(
         v = load_rows(value + begin * value_width, value_width, there, value_width, TOKENS, VALUE_WIDTH)
         of_value += tl.sum(v.to(tl.float32), 0)
     divisor = tl.maximum(count, 1).to(tl.float32)
-    column, to = tl.arange(0, WIDTH), mean.dtype.element_ty
+    column = tl.arange(0, WIDTH)
     sums = sums / divisor
-    tl.store(mean + program * width + column, sums.to(to), mask=column < width)
+    tl.store(mean + program * width + column, sums.to(mean.dtype.element_ty), mask=column < width)
     tl.store(variance + program * width + column, squares / divisor - sums * sums, mask=column < width)
     column = tl.arange(0, VALUE_WIDTH)
-    tl.store(mean_value + program * value_width + column, (of_value / divisor).to(to), mask=column < value_width)
+    of_value = (of_value / divisor).to(mean_value.dtype.element_ty)
+    tl.store(mean_value + program * value_width + column, of_value, mask=column < value_width)
 
 
 @triton.jit
@@ -191,8 +192,8 @@ def _put_back(
     tl.store(at, total.to(d_value.dtype.element_ty), mask=real & (column < value_width)[None, :])
 
 
-def _tokens() -> int:
-    return 16 if interpreted() else 64
+def _tokens(width: int) -> int:
+    return 16 if interpreted() or width > 128 else 64
 
 
 def forward(
@@ -216,7 +217,7 @@ def forward(
     _sum_up[(batch * key_heads * number,)](
         *(sorted_key, sorted_value, key_lengths, mean, mean_value, variance, key_heads, keys, given.means, number),
         **constants,
-        TOKENS=_tokens(),
+        TOKENS=_tokens(max(width, widths)),
     )
     order = query.new_empty(0, dtype=torch.int32)
     if given.together and given.selected:
@@ -236,7 +237,8 @@ def forward(
         BLOCKS=16,
         NODES=max(power_of_two(number), 16),
         STEP=32 if width > 128 else 64,
-        num_warps=8,
+        num_warps=4 if width > 128 else 8,
+        num_stages=2 if width <= 128 else 1,
     )
     saved = (order_of_keys, order, sorted_key, sorted_value, mean, mean_value, far_log, shared, seen, run)
     return (*read(_reading(query, saved, given)), *saved)
@@ -261,7 +263,7 @@ def backward(
     out, lse, *saved = results
     of_query, *sums = pull_back(grad, _reading(query, tuple(saved), given), out, lse)
     of_key, of_value = torch.empty_like(key), torch.empty_like(value)
-    (batch, heads, keys, width), tokens = key.shape, _tokens()
+    (batch, heads, keys, width), tokens = key.shape, _tokens(max(key.shape[3], value.shape[3]))
     tiles = ceil_divide(keys, tokens)
     _put_back[(batch * heads * tiles,)](
         *(saved[0], key_lengths, *sums, of_key, of_value, heads, keys, given.means, given.number(keys), tiles),

@@ -31,19 +31,26 @@ def count_of(lengths, batch, length):
 
 @triton.jit
 def _halve(
-    points, values, order, level: tl.constexpr, SAMPLED: tl.constexpr, CENTRES: tl.constexpr, STEP: tl.constexpr
-):
+    points, values, order, level: tl.constexpr, SAMPLED: tl.constexpr, CENTRES: tl.constexpr, PART: tl.constexpr,
+    STEP: tl.constexpr,
+):  # fmt: skip
     """Sorts the points of each cell of one level by the coordinate that varies most: reads one order, writes another.
 
     Equal values stay in the order in which they were.
     """
     size: tl.constexpr = CENTRES >> level
-    place, column = tl.arange(0, CENTRES), tl.arange(0, SAMPLED)
+    place = tl.arange(0, CENTRES)
     point = tl.load(order + level % 2 * CENTRES + place)
-    cells = tl.load(points + point[:, None] * SAMPLED + column[None, :])
-    cells = tl.reshape(cells, [CENTRES // size, size, SAMPLED])
-    mean = tl.sum(cells, 1) / size
-    axis = tl.argmax(tl.sum(cells * cells, 1) / size - mean * mean, 1)
+    largest, axis = tl.full([CENTRES // size], -1.0, tl.float32), tl.zeros([CENTRES // size], tl.int32)
+    for first in tl.static_range(0, SAMPLED, PART):
+        column = first + tl.arange(0, PART)
+        cells = tl.load(points + point[:, None] * SAMPLED + column[None, :])
+        cells = tl.reshape(cells, [CENTRES // size, size, PART])
+        mean = tl.sum(cells, 1) / size
+        variance = tl.sum(cells * cells, 1) / size - mean * mean
+        most = tl.max(variance, 1)
+        axis = tl.where(most > largest, first + tl.argmax(variance, 1), axis)
+        largest = tl.maximum(largest, most)
     axis = tl.reshape(tl.broadcast_to(axis[:, None], [CENTRES // size, size]), [CENTRES])
     own = tl.load(points + point * SAMPLED + axis)
     tl.store(values + place, own)
@@ -61,13 +68,20 @@ def _halve(
     tl.debug_barrier()
 
 
+@triton.jit
+def _columns(rows, first, width: tl.constexpr, COLUMNS: tl.constexpr):
+    """Loads some columns of rows at addresses `[R]`, float32; zeros past `width`."""
+    column = first + tl.arange(0, COLUMNS)
+    return tl.load(rows[:, None] + column[None, :], mask=(column < width)[None, :], other=0.0).to(tl.float32)
+
+
 @triton.jit(do_not_specialize=["length", "other_length"])
 def _centres(
     rows, others, lengths, other_lengths, points, moved, half, rank, values, order,
     heads, shared, groups, length, other_length,
     rows_batch, rows_head, rows_row, others_batch, others_head, others_row,
-    width: tl.constexpr, WIDTH: tl.constexpr, SAMPLED: tl.constexpr, CENTRES: tl.constexpr, LEVELS: tl.constexpr,
-    STEP: tl.constexpr,
+    width: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr, SAMPLED: tl.constexpr, CENTRES: tl.constexpr,
+    LEVELS: tl.constexpr, PART: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
     """Compares the centres of one head with samples of the other side, and ranks them.
 
@@ -75,12 +89,10 @@ def _centres(
     """
     program = tl.program_id(0).to(tl.int64)
     head, batch = program % heads, program // heads
-    column, sample = tl.arange(0, WIDTH), tl.arange(0, SAMPLED).to(tl.int64)
+    sample = tl.arange(0, SAMPLED).to(tl.int64)
     last = tl.maximum(count_of(other_lengths, batch, other_length), 1) - 1
     from_head = head // shared * groups + sample % groups
-    at = batch * others_batch + from_head * others_head + sample * last // (SAMPLED - 1) * others_row
-    real = (column < width)[None, :]
-    q = tl.load(others + at[:, None] + column[None, :], mask=real, other=0.0).to(tl.float32)
+    asked = others + batch * others_batch + from_head * others_head + sample * last // (SAMPLED - 1) * others_row
     last = tl.maximum(count_of(lengths, batch, length), 1) - 1
     rows += batch * rows_batch + head * rows_head
     points += program * CENTRES * SAMPLED
@@ -89,17 +101,22 @@ def _centres(
     order += program * 2 * CENTRES
     for begin in range(0, CENTRES, STEP):
         index = begin + tl.arange(0, STEP)
-        at = index.to(tl.int64) * last // (CENTRES - 1) * rows_row
-        c = tl.load(rows + at[:, None] + column[None, :], mask=real, other=0.0).to(tl.float32)
-        p = tl.dot(c, tl.trans(q), input_precision="tf32x3")
+        centre = rows + index.to(tl.int64) * last // (CENTRES - 1) * rows_row
+        p = tl.zeros([STEP, SAMPLED], tl.float32)
+        for first in range(0, WIDTH, COLUMNS):
+            c, q = _columns(centre, first, width, COLUMNS), _columns(asked, first, width, COLUMNS)
+            p = tl.dot(c, tl.trans(q), acc=p, input_precision="tf32x3")
         p = tl.where(tl.abs(p) < float("inf"), p, 0.0)  # not NaN: places stay different
         tl.store(points + index[:, None] * SAMPLED + tl.arange(0, SAMPLED)[None, :], p)
         tl.store(half + index, tl.sum(p * p, 1) / 2)
-        tl.store(moved + index[:, None] * width + column[None, :], tl.dot(p, q, input_precision="tf32x3"), mask=real)
+        for first in range(0, WIDTH, COLUMNS):
+            m = tl.dot(p, _columns(asked, first, width, COLUMNS), input_precision="tf32x3")
+            column = first + tl.arange(0, COLUMNS)
+            tl.store(moved + index[:, None] * width + column[None, :], m, mask=(column < width)[None, :])
         tl.store(order + index, index)
     tl.debug_barrier()
     for level in tl.static_range(LEVELS):
-        _halve(points, values, order, level, SAMPLED, CENTRES, STEP)
+        _halve(points, values, order, level, SAMPLED, CENTRES, PART, STEP)
     place = tl.arange(0, CENTRES)
     point = tl.load(order + LEVELS % 2 * CENTRES + place)
     tl.store(values.to(tl.pointer_type(tl.int32)) + point, place)
@@ -216,7 +233,7 @@ def sort(
     """
     (batch, heads, length, width), other_heads = rows.shape, others.shape[1]
     count, wide = batch * heads, padded_width(width)
-    tokens, step = (16, 64) if interpreted() else (64, 32 if wide > 128 else 64)
+    tokens, step = (16, 64) if interpreted() else (64, 32)
     tiles = ceil_divide(length, tokens)
 
     def made(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
@@ -232,10 +249,13 @@ def sort(
         *(heads, max(heads // other_heads, 1), max(other_heads // heads, 1), length, others.shape[2]),
         *strides(rows, others),
         **constants,
+        COLUMNS=min(wide, 64),
         SAMPLED=_SAMPLED,
         LEVELS=_LEVELS,
-        STEP=32,
+        PART=64 if interpreted() else 32,
+        STEP=64 if interpreted() else 16,
         num_warps=8,
+        num_stages=1,
     )
     _nearest[(count * tiles,)](
         *(rows, lengths, moved, half, rank, codes, counts, heads, length, tiles, *strides(rows)),
@@ -243,6 +263,7 @@ def sort(
         BINS=_BINS,
         TOKENS=tokens,
         STEP=step,
+        num_stages=2 if wide <= 128 else 1,
     )
     _starts[(count,)](counts, tiles, BINS=_BINS, TILES=16)
     moves = value is not None
