@@ -11,13 +11,14 @@ from favor.attention.functional import favor_attention
 from favor.eval import generation
 from favor.eval.common.isolated import Failure, isolated, unavailable
 from favor.eval.speed import __main__ as speed
-from favor.eval.speed import measure, methods, reference, report
-from favor.eval.speed.__main__ import DIRECTIONS, PASSES
+from favor.eval.speed import measure, methods, models, reference, report
+from favor.eval.speed.__main__ import DIRECTIONS
 from favor.eval.speed.methods import Cell, by_name
 
 needs_performer = pytest.mark.skipif(
     by_name("performer-pytorch").refuses(Cell(1, False, False)) is not None, reason="performer-pytorch is not installed"
 )
+PASSES = ("forward", "forward+backward")
 CPU = ("--lengths", "32", "64", "--device", "cpu", "--methods")
 ONE = ("--skip_memory", "--directions", "causal", "--passes", "forward")
 
@@ -26,7 +27,7 @@ ONE = ("--skip_memory", "--directions", "causal", "--passes", "forward")
 def tiny(sized):
     sized(speed, NUM_FEATURES=16, HEADS=2, HEAD_DIM=16, LAYERS=1, REPEATS=1)
     sized(generation, TOKENS=3)
-    sized(methods, HIDDEN=24, BACKENDS=("sdpa", "favor+", "favor#"))
+    sized(models, HIDDEN=24, BACKENDS=("sdpa", "favor+", "favor#"))
 
 
 @pytest.mark.slow
@@ -238,7 +239,7 @@ def test_memory_counts_the_output_and_the_gradients():
 
 def test_models(ran):
     content, text = ran(speed, *CPU[:-1], "--model_types", "bert", "llama", code=0)
-    panels = {f"{m}, {p}" for m in methods.MODELS for p in PASSES}
+    panels = {f"{m}, {p}" for m in models.MODELS for p in PASSES}
     assert {cell["panel"] for cell in content["cells"]} == panels
     assert all(cell["tokens_per_second"] > 0 for cell in content["cells"])
     assert len(content["crossover"]) == 2 * len(panels)
@@ -246,10 +247,10 @@ def test_models(ran):
 
 
 def test_a_model_that_does_not_run_its_backend_fails(monkeypatch):
-    model = methods.Model.build("bert", layers=1, longest=16, num_features=8, seed=0, dtype=torch.float32)
+    model = models.Model.build("bert", layers=1, longest=16, num_features=8, seed=0, dtype=torch.float32)
     tokens, slope = model.inputs(1, 16)
     assert model.problem("favor+", tokens, slope) is None
-    monkeypatch.setattr(methods.Model, "use", lambda self, backend: None)
+    monkeypatch.setattr(models.Model, "use", lambda self, backend: None)
     assert model.problem("favor+", tokens, None) == "expected the backend favor+, but the model is set to sdpa"
     torch.nn.init.constant_(model.module.embeddings.LayerNorm.weight, math.nan)
     assert "not finite" in model.problem("sdpa", tokens, None)
