@@ -35,7 +35,7 @@ PATCH = 16
 def _module(name: str, layers: int, longest: int) -> Any:
     """Makes the module of a model of `MODELS`."""
     sizes: dict[str, Any] = {"hidden_size": HIDDEN, "num_hidden_layers": layers, "num_attention_heads": MODEL_HEADS}
-    positions = {"max_position_embeddings": longest}
+    positions: dict[str, Any] = {"max_position_embeddings": longest}
     if name == "bert":
         return BertModel(BertConfig(**sizes, **positions, intermediate_size=3072), add_pooling_layer=False)
     if name == "modernbert":
@@ -88,6 +88,7 @@ class Model:
         generator, config = torch.Generator().manual_seed(self.seed), self.module.config
         device, dtype = self.module.device, self.module.dtype
         given: dict[str, Any]
+        shape: tuple[int, ...]
         if self.name == "vit":
             rows = max(n for n in range(1, math.isqrt(length) + 1) if length % n == 0)
             shape = (batch_size, 3, PATCH * rows, PATCH * length // rows)
