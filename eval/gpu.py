@@ -5,15 +5,17 @@
 
 The steps are pytest files of this checkout and other programs. They run in order of importance, each in a process of
 its own. A step begins if the time that is left suffices, and is stopped after twice the seconds that it should need.
-A step that failed or was stopped is written down, and the others go on. NAME.jsonl holds the outcome of each step.
-Steps with an outcome for this commit and device are not run again, but for those that the end of a visit stopped:
-delete a line to repeat its step. NAME.md has the tables so far, STEP.log what a step printed.
+A step that failed or was stopped is written down, and the others go on. Before the first times are measured, kernels
+choose their blocks (tuning). NAME.jsonl holds the outcome of each step. Steps with an outcome for this commit and
+device are not run again, but for those that the end of a visit stopped: delete a line to repeat its step. NAME.md has
+the tables so far, STEP.log what a step printed.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import hashlib
 import json
 import os
 import re
@@ -119,9 +121,18 @@ def slowest(folder: Path, place: int) -> Words | str:
     return [*words, "--passes", pass_name, "--lengths", str(times[ranked[place]][1]), "--profile"]
 
 
+PASSES = ("forward", "forward+backward", "decode")
 BIDIRECTIONAL, CAUSAL = ("pos", "wderf", "landmark"), ("pos", "pos@128", "landmark")
 GENERATION = ["favor.eval.generation", "--shapes", "gemma", "--lengths", "4096", "16384", "65536", "--device", "cuda"]
 FLA = [*METHODS, "fla", "--families", "pos", "--directions", "causal"]
+# Kernels choose their blocks when they first run. Here that is at a length where the choice matters, in each visit
+# anew, since the next one may be on another machine.
+TUNING = Step(
+    "tuning",
+    [*METHODS, "--lengths", "16384", "--skip_memory", "--families", "wderf", *CAUSAL, "--passes", *PASSES],
+    40,
+    TINY,
+)
 STEPS = [
     _tests("kernels/gpu/test_triton_attention.py", 60, "nothing_to_attend"),
     _tests("kernels/gpu/test_triton_tokens.py", 45, "roots and 5"),
@@ -161,14 +172,17 @@ def parse_arguments(words: Sequence[str] | None) -> argparse.Namespace:
 
 
 def state_of_code() -> str:
-    """Gives the commit of this checkout, with -dirty after changes; the version of the package if there is no git."""
+    """Gives the commit of this checkout; without git, or after changes, the version and a digest of Python files."""
     command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=12", "--exclude", "*"]
     with contextlib.suppress(OSError):
         if (ROOT / ".git").exists():
             done = subprocess.run(command, capture_output=True, text=True)
-            if done.returncode == 0:
+            if done.returncode == 0 and not done.stdout.strip().endswith("-dirty"):
                 return done.stdout.strip()
-    return favor.__version__
+    folders = (Path(favor.__file__).parent, Path(__file__).parent, ROOT / "tests")
+    files = sorted(path for folder in folders for path in folder.rglob("*.py"))
+    digest = hashlib.sha256(b"".join(path.read_bytes() for path in files))
+    return f"{favor.__version__}-{digest.hexdigest()[:12]}"
 
 
 def run(words: Words, limit: float, log: Path, environment: Mapping[str, str]) -> int | None:
@@ -182,11 +196,13 @@ def run(words: Words, limit: float, log: Path, environment: Mapping[str, str]) -
         process = subprocess.Popen(
             [sys.executable, *words], **options, cwd=in_checkout, env=environment, start_new_session=True
         )
+        former = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
         try:
             return process.wait(limit)
         except subprocess.TimeoutExpired:
             return None
-        finally:
+        finally:  # also if this program is stopped
+            signal.signal(signal.SIGTERM, former)
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             with contextlib.suppress(subprocess.TimeoutExpired):  # a process that waits for a driver may not end
@@ -223,7 +239,10 @@ class Visit:
         """Runs a step, unless the time that is left is too short, and writes its outcome."""
         words = step.command(self.folder, self.given.dry_run)
         if isinstance(words, str):
-            self.end(step, "skipped", 0.0, words)
+            if callable(step.words):  # the results that it reads may come in the next visit
+                print(f"{step.name}: {words}", flush=True)
+            else:
+                self.end(step, "skipped", 0.0, words)
             return
         if self.left < step.seconds:
             return
@@ -251,7 +270,7 @@ class Visit:
     def write(self) -> None:
         """Writes NAME.md, with the tables of all steps, and NAME.json."""
         rows, parts, outcomes = [], [], {}
-        for step in STEPS:
+        for step in (TUNING, *STEPS):
             outcome = self.outcome(step) or {"status": "not run", "seconds": 0.0, "reason": "", "last_lines": []}
             outcomes[step.name] = outcome
             rows.append([step.name, outcome["status"], f"{outcome['seconds']:.0f}", outcome["reason"].strip("= ")])
@@ -270,10 +289,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs the program; returns the exit code, 1 if a step failed or was stopped at this commit."""
     given = parse_arguments(argv)
     visit = Visit(given, argv)
+    is_tuned = False
     chosen = [step for step in STEPS if given.only is None or step.name in given.only]
     common = {"OMP_NUM_THREADS": "1"} if given.dry_run else {}  # tiny sizes are fastest with one thread
     with tempfile.TemporaryDirectory() as cache:
         for step in (step for step in chosen if not visit.is_over(step)):
+            if callable(step.words) and not all(
+                visit.is_over(own) for own in chosen if own.name.startswith("methods_")
+            ):
+                continue  # it looks for the slowest of all
+            if not step.is_test and not is_tuned:
+                if visit.left < TUNING.seconds + step.seconds:
+                    continue
+                visit.run(TUNING, {**os.environ, **common})
+                is_tuned = True
             own = {"TRITON_CACHE_DIR": cache} if step.is_test else {}  # no later program uses what tests have tuned
             visit.run(step, {**os.environ, **common, **own})
     visit.write()

@@ -69,8 +69,8 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     cuda = arguments.device == "cuda"
     if cuda and not torch.cuda.is_available():
         parser.error("expected a CUDA device for --device cuda, got none; use --device cpu")
-    if arguments.cuda_graph and (not cuda or arguments.model_types):
-        parser.error("expected --cuda_graph with --device cuda and without --model_types")
+    if arguments.cuda_graph and (not cuda or arguments.model_types or "decode" in arguments.passes):
+        parser.error("expected --cuda_graph with --device cuda, without --model_types and without --passes decode")
     if "decode" in arguments.passes and (arguments.model_types or "causal" not in arguments.directions):
         parser.error("expected --passes decode with --directions causal and without --model_types")
     arguments.dtype = arguments.dtype or ("bfloat16" if cuda else "float32")

@@ -14,6 +14,7 @@ from functools import cache, lru_cache, partial
 from typing import Any
 
 import torch
+import torch._dynamo
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
@@ -35,6 +36,7 @@ SDPA = {
 GROUPS = ("favor", "sdpa", "eager", "performer", "flex", "fla")
 PERFORMER = "performer-pytorch"
 FLA = "flash-linear-attention"
+MOST_COMPILED = 64  # lengths, directions and passes of FlexAttention in one process
 WARM_UP = 1024  # tokens, long enough that every part of each method runs
 # Landmarks are compared with their definition, which is quadratic, on a shorter cell, and at most to one percent: which
 # of two keys that are almost alike is chosen depends on rounding.
@@ -246,7 +248,8 @@ def _performer_problem(cell: Cell) -> str | None:
 
 @cache
 def _compiled_flex() -> Callable[..., Tensor]:
-    # With a length that may change, or in parts that are not compiled, it is slower.
+    # With a length that may change, or in parts that are not compiled, it is slower. So each length is compiled.
+    torch._dynamo.config.recompile_limit = MOST_COMPILED
     return torch.compile(flex_attention, dynamic=False, fullgraph=True)
 
 

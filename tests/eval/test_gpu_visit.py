@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import favor
 from favor.eval import generation, gpu
 from favor.eval.speed import __main__ as speed
 
@@ -46,6 +47,7 @@ def small_steps(tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     kinds = {"fails": 20, "waits": 0.75, "works": 20, "long": 1e6}
     steps = [gpu.Step(name, ["a_step", name], seconds, []) for name, seconds in kinds.items()]
+    monkeypatch.setattr(gpu, "TUNING", gpu.Step("tuning", [], 0, [], ("no_such_module",)))
     absent = gpu.Step("absent", ["a_step", "works"], 20, [], ("no_such_module",))
     monkeypatch.setattr(gpu, "STEPS", [*steps, absent, gpu.Step("reads", lambda folder: "nothing to read", 20, [])])
 
@@ -58,9 +60,10 @@ def is_running(pid):
 def test_no_step_holds_up_the_others_and_none_is_repeated(visit, small_steps, tmp_path, monkeypatch):
     code, statuses, page, said = visit("--seconds", 60)
     assert code == 1
-    skipped = dict.fromkeys(("absent", "reads"), "skipped")
+    skipped = dict.fromkeys(("absent", "tuning"), "skipped") | {"reads": "not run"}
     assert statuses == {"fails": "failed", "waits": "stopped", "works": "done", "long": "not run", **skipped}
-    assert "for the next visit: long\n" in said
+    assert "for the next visit: long reads\n" in said
+    assert "reads: nothing to read\n" in said
     assert "ValueError: no such thing" in page
     assert "## works: done\n\n### A table" in page
     assert "not installed: no_such_module" in page
@@ -85,12 +88,22 @@ def test_another_commit_and_the_end_of_a_visit_repeat_a_step(visit, small_steps,
     assert set(visit("--seconds", 0.5, "--only", "waits")[1].values()) == {"not run"}
 
 
+def test_code_without_git_is_known_by_its_files(tmp_path, monkeypatch):
+    assert len(gpu.state_of_code()) >= 12
+    monkeypatch.setattr(gpu, "ROOT", tmp_path)
+    first = gpu.state_of_code()
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "tests/test_x.py").write_text("x = 1")
+    assert first.startswith(f"{favor.__version__}-")
+    assert gpu.state_of_code() != first
+
+
 def test_the_words_of_every_step_are_known(tmp_path):
     """Those of a GPU and of a dry run; and tests that are named exist."""
     cell = {"panel": "causal, forward", "method": "favor:pos@128", "length": 64, "timing": {"median": 1.0}}
     (tmp_path / "methods_x.json").write_text(json.dumps({"cells": [cell] * 3}))
     assert gpu.slowest(tmp_path, 1).startswith("no method to profile")
-    for step in gpu.STEPS:
+    for step in (gpu.TUNING, *gpu.STEPS):
         for dry in (False, True):
             words = step.command(tmp_path, dry)
             if words[:2] == ["-m", "pytest"]:
