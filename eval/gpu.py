@@ -298,7 +298,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                 visit.is_over(own) for own in chosen if own.name.startswith("methods_")
             ):
                 continue  # it looks for the slowest of all
-            if not step.is_test and not is_tuned:
+            can_run = not isinstance(step.command(visit.folder, given.dry_run), str)
+            if can_run and not step.is_test and not is_tuned:
                 if visit.left < TUNING.seconds + step.seconds:
                     continue
                 visit.run(TUNING, {**os.environ, **common})
