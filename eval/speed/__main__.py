@@ -2,6 +2,7 @@
 
     python -m favor.eval.speed                             attention, by length, direction and pass
     python -m favor.eval.speed --model_types bert llama    whole models, in tokens per second
+    python -m favor.eval.speed --passes decode             one token after many others
 
 The program writes a Markdown table, JSON and a plot. Results are checked in float64 before they are timed: a cell whose
 result is wrong shows FAILED and no time.
@@ -16,7 +17,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -25,13 +26,13 @@ import torch
 from favor.eval.common import isolated, launch
 from favor.eval.common.program import device_or_default
 from favor.eval.common.report import shown_command
-from favor.eval.speed import measure, methods, report
+from favor.eval.speed import measure, methods, models, report
 from favor.eval.speed.reference import TOLERANCE
 from favor.train.common.program import Parser, program
 
 DTYPES = ("float32", "bfloat16", "float16")
 DIRECTIONS = ("bidirectional", "causal")
-PASSES = ("forward", "forward+backward")
+PASSES = ("forward", "forward+backward", "decode")
 LONGEST = {"cpu": 1 << 15, "cuda": 1 << 18}
 # Attention: heads and their width. Models: layers, in the shape of BERT-base.
 HEADS, HEAD_DIM, LAYERS = 8, 64, 12
@@ -46,10 +47,10 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     """Parses the arguments and fills in defaults that depend on the device; ends the program for bad ones."""
     parser = Parser("favor.eval.speed", __doc__)
     add = parser.add_argument
-    add("--model_types", nargs="+", choices=methods.MODELS, help="time whole models instead of attention")
+    add("--model_types", nargs="+", choices=models.MODELS, help="time whole models instead of attention")
     add("--lengths", type=int, nargs="+", help="default: powers of two from 128 to 32768 (CPU) or 262144 (CUDA)")
     add("--directions", nargs="+", choices=DIRECTIONS, default=DIRECTIONS, help="directions of attention")
-    add("--passes", nargs="+", choices=PASSES, default=PASSES, help="passes to time")
+    add("--passes", nargs="+", choices=PASSES, default=PASSES[:2], help="passes to time; decode is causal only")
     add("--methods", nargs="+", choices=methods.GROUPS, default=methods.GROUPS, help="methods to compare")
     families = "registry names of families, one row each; NAME@128 with exact blocks of 128 tokens, landmark+256 with "
     add("--families", nargs="+", default=["pos"], help=families + "256 selected keys, landmark+0 with none")
@@ -60,6 +61,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--max_seconds", type=float, default=10.0, help="a method whose pass would take longer is skipped")
     add("--cuda_graph", action="store_true", help="time replays of a CUDA graph, without the time of the host")
     add("--skip_memory", action="store_true", help="do not measure peak memory")
+    add("--profile", action="store_true", help="also say what takes longest in a pass at the longest length")
     add("--output_dir", type=Path, default=Path("out/results"), help="folder of the results")
     add("--name", help="name of the files; default: speed_cpu, speed_gpu, models_cpu or models_gpu")
     arguments = parser.parse_args(argv)
@@ -67,8 +69,10 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     cuda = arguments.device == "cuda"
     if cuda and not torch.cuda.is_available():
         parser.error("expected a CUDA device for --device cuda, got none; use --device cpu")
-    if arguments.cuda_graph and (not cuda or arguments.model_types):
-        parser.error("expected --cuda_graph with --device cuda and without --model_types")
+    if arguments.cuda_graph and (not cuda or arguments.model_types or "decode" in arguments.passes):
+        parser.error("expected --cuda_graph with --device cuda, without --model_types and without --passes decode")
+    if "decode" in arguments.passes and (arguments.model_types or "causal" not in arguments.directions):
+        parser.error("expected --passes decode with --directions causal and without --model_types")
     arguments.dtype = arguments.dtype or ("bfloat16" if cuda else "float32")
     if arguments.lengths is None:
         arguments.lengths = [1 << power for power in range(7, LONGEST[arguments.device].bit_length())]
@@ -185,6 +189,9 @@ class Bench:
                 _explain(timing, result)
                 continue
             result.timing = timing
+            if arguments.profile and result.length == arguments.lengths[-1]:
+                trial.ready()
+                result.profile = measure.profile(trial.call, arguments.device)
             if trial.tokens is not None:
                 result.tokens_per_second = trial.tokens / timing.median
             if trial.peak is not None and not arguments.skip_memory:
@@ -216,6 +223,8 @@ def attention_contender(bench: Bench, method: methods.Method, cell: methods.Cell
             return (None if found.passed else found.worst), asdict(found)
 
         peak: Callable[[], int] | None = None
+        if here.decode:  # its first call reads the other tokens
+            return Trial(check, call, ready=cache(call))
         if here.device == "cuda":
             peak = partial(measure.cuda_peak, call)
         elif isolated.unavailable() is None:
@@ -251,26 +260,30 @@ def run_attention(bench: Bench) -> Iterator[None]:
             isolated.isolated(None, 1, methods.by_name, "none")
     for direction in arguments.directions:
         for pass_name in arguments.passes:
-            cell = methods.Cell(1, direction == "causal", pass_name != "forward", **options)
+            if pass_name == "decode" and direction != "causal":
+                continue
+            cell = methods.Cell(2, direction == "causal", "backward" in pass_name, **options)
+            cell = replace(cell, decode=pass_name == "decode")
             bench.run(f"{direction}, {pass_name}", [attention_contender(bench, method, cell) for method in chosen])
             methods.Cell.inputs.cache_clear()
             yield
 
 
-def model_contender(bench: Bench, model: methods.Model, backend: str, backward: bool) -> Contender:
+def model_contender(bench: Bench, model: models.Model, backend: str, backward: bool) -> Contender:
     """Makes a contender of a backend of a model; `backward` says whether a pass has a backward pass."""
 
     def start(length: int) -> Trial:
-        tokens, slope = model.inputs(bench.arguments.per_device_eval_batch_size, length)
-        given = (tokens, slope if backward else None)
+        batch_size = bench.arguments.per_device_eval_batch_size
+        inputs, slope = model.inputs(batch_size, length)
+        given = (inputs, slope if backward else None)
         call, ready = partial(model.run, *given), partial(model.use, backend)
         peak = partial(_model_peak, model, call) if bench.arguments.device == "cuda" else None
-        return Trial(lambda: (model.problem(backend, *given), None), call, peak, ready, tokens.numel())
+        return Trial(lambda: (model.problem(backend, *given), None), call, peak, ready, batch_size * length)
 
     return Contender(backend, 2 if backend == "sdpa" else 1, None, start)
 
 
-def _model_peak(model: methods.Model, call: Callable[[], object]) -> int:
+def _model_peak(model: models.Model, call: Callable[[], object]) -> int:
     """Measures peak bytes of a pass without gradients of earlier passes, which would not count as new memory."""
     model.module.zero_grad(set_to_none=True)
     return measure.cuda_peak(call)
@@ -281,11 +294,11 @@ def run_models(bench: Bench) -> Iterator[None]:
     arguments = bench.arguments
     for name in arguments.model_types:
         sizes = {"layers": LAYERS, "longest": arguments.lengths[-1], "num_features": NUM_FEATURES, "seed": SEED}
-        model = methods.Model.build(name, **sizes, dtype=getattr(torch, arguments.dtype))
+        model = models.Model.build(name, **sizes, dtype=getattr(torch, arguments.dtype))
         model.module.to(arguments.device)
         for pass_name in arguments.passes:
             backward = pass_name != "forward"
-            contenders = [model_contender(bench, model, backend, backward) for backend in methods.BACKENDS]
+            contenders = [model_contender(bench, model, backend, backward) for backend in models.BACKENDS]
             bench.run(f"{name}, {pass_name}", contenders)
             yield
 
@@ -302,16 +315,20 @@ def explanation(arguments: argparse.Namespace) -> list[str]:
     if arguments.model_types:
         return [
             *lines,
-            f"Models: random weights, {LAYERS} layers of width 768, 12 heads (llama: 4 key heads), {shape}, up to the",
-            "last hidden state, without a head; forward+backward includes the gradients of all weights. Before its",
-            "time each backend is run once and must give finite numbers and, for FAVOR, others than SDPA.",
+            f"Models: random weights, {LAYERS} layers, {shape}, up to the last hidden state, without a head. Width 768",
+            "and 12 heads (llama: 4 key heads; gemma: 4 heads of width 256, one key head, a window of 512 in five",
+            "layers of six; conformer: width 512, 8 heads). Tokens are patches of a ViT, and frames of a Conformer.",
+            "forward+backward includes the gradients of all weights. Before its time each backend is run once and must",
+            "give finite numbers and, for FAVOR, others than SDPA.",
         ]
     if arguments.cuda_graph:
         lines.append("Passes are replayed from CUDA graphs, so the host's share does not count, for any method.")
     return [
         *lines,
         f"Inputs: normal, standard deviation 1, {HEADS} heads of width {HEAD_DIM}, {shape}. forward+backward gives",
-        "the gradients of query, key and value. Before its time each method is compared with its own formula in",
+        "the gradients of query, key and value; decode is a step with the last of L tokens, after a state of the",
+        "others, or with their keys and values. fla takes the features of `pos`, which torch computes. Before its time",
+        "each method is compared with its own formula in",
         "float64 on the cell's inputs: up to 64 query rows of one head, with a backward all gradients that follow from",
         f"them; landmarks on up to {methods.LANDMARKS_CHECKED:,} tokens. Largest relative error allowed:",
         f"{TOLERANCE[arguments.dtype]:g}, gradients twice that, performer-pytorch in half precision four times that,",
@@ -331,7 +348,7 @@ def context(arguments: argparse.Namespace, argv: Sequence[str]) -> dict[str, Any
         "title": f"{what}: speed and memory on {'a GPU' if arguments.device == 'cuda' else 'a CPU'}",
         "command": shown_command("favor.eval.speed", argv, (), ("--output_dir",)),
         "machine": f"{launch.machine()}, {torch.get_num_threads()} threads",
-        "versions": launch.versions("triton", "performer-pytorch"),
+        "versions": launch.versions("triton", methods.PERFORMER, methods.FLA),
         "seed": SEED,
         "settings": settings,
     }

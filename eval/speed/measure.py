@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -139,6 +139,16 @@ def predict(history: Mapping[int, float], length: int, exponent: int) -> float |
         power = math.log(history[last] / history[known[-2]]) / math.log(last / known[-2])
         power = min(max(power, 1.0), 2.5)
     return history[last] * (length / last) ** power
+
+
+def profile(call: Callable[[], object], device: str, most: int = 12) -> list[dict[str, Any]]:
+    """Profiles one call with `torch.profiler`: name, calls and milliseconds of what takes longest on the device."""
+    with torch.profiler.profile() as found:
+        seconds(call, device)
+    time_of = "self_device_time_total" if device == "cuda" else "self_cpu_time_total"
+    events = [event for event in found.key_averages() if event.device_type.name == device.upper()]
+    events = sorted(events, key=lambda event: -getattr(event, time_of))[:most]
+    return [{"name": own.key, "calls": own.count, "ms": getattr(own, time_of) / 1e3} for own in events]
 
 
 def free_bytes() -> int:

@@ -1,9 +1,10 @@
-"""What the benchmark times: attention of favor, torch and performer-pytorch, and whole models with random weights."""
+"""What the benchmark times: attention of favor, torch, performer-pytorch and flash-linear-attention."""
 
 from __future__ import annotations
 
 import contextlib
 import importlib
+import importlib.util
 import io
 import math
 import warnings
@@ -13,17 +14,18 @@ from functools import cache, lru_cache, partial
 from typing import Any
 
 import torch
+import torch._dynamo
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.nn.functional import scaled_dot_product_attention
-from transformers import BertConfig, BertModel, LlamaConfig, LlamaModel
 
-import favor
 from favor import features
 from favor.attention.directions import Draw, directions
 from favor.attention.functional import favor_attention
 from favor.eval.common.isolated import release_early, resident_peak, warm_libraries
 from favor.eval.speed import reference
+from favor.kernels import StreamState
 
 SDPA = {
     "flash": SDPBackend.FLASH_ATTENTION,
@@ -31,16 +33,14 @@ SDPA = {
     "efficient": SDPBackend.EFFICIENT_ATTENTION,
     "math": SDPBackend.MATH,
 }
-GROUPS = ("favor", "sdpa", "eager", "performer")
+GROUPS = ("favor", "sdpa", "eager", "performer", "flex", "fla")
 PERFORMER = "performer-pytorch"
+FLA = "flash-linear-attention"
+MOST_COMPILED = 64  # lengths, directions and passes of FlexAttention in one process
 WARM_UP = 1024  # tokens, long enough that every part of each method runs
 # Landmarks are compared with their definition, which is quadratic, on a shorter cell, and at most to one percent: which
 # of two keys that are almost alike is chosen depends on rounding.
 LANDMARKS_CHECKED, LANDMARKS_TOLERANCE = 2048, 1e-2
-# Whole models: the shape of BERT-base, and of a decoder with grouped heads of the same size.
-MODELS = ("bert", "llama")
-BACKENDS = ("sdpa", "favor+", "favor++", "favor#")
-HIDDEN, MODEL_HEADS, MODEL_KEY_HEADS = 768, 12, 4
 
 
 @dataclass(frozen=True)
@@ -57,6 +57,7 @@ class Cell:
     dtype: str = "float32"
     device: str = "cpu"
     seed: int = 0
+    decode: bool = False  # the last token alone, after a state of all others, or with their keys and values
 
     @lru_cache(maxsize=2)  # noqa: B019  # cells are few, and all methods share the inputs of one
     def inputs(self) -> tuple[Tensor, ...]:
@@ -99,16 +100,16 @@ class Method:
         cell = replace(cell, length=min(cell.length, self.checked or cell.length))
         attend, own = self.prepare(cell)
         factor = self.factor if getattr(torch, cell.dtype).itemsize == 2 else 1.0
-        options = {"causal": cell.causal, "seed": cell.seed}
-        options["tolerance"] = max(self.least, factor * reference.TOLERANCE[cell.dtype])
-        return reference.compare(attend, formula or own, *cell.inputs()[:3], **options)
+        options = {"causal": cell.causal, "seed": cell.seed, "last": cell.decode}
+        tolerance = max(self.least, factor * reference.TOLERANCE[cell.dtype])
+        return reference.compare(attend, formula or own, *cell.inputs()[:3], tolerance=tolerance, **options)
 
 
 def select(groups: Sequence[str], families: Sequence[str], device: str) -> list[Method]:
     """Lists the methods of some `GROUPS`, one per family and SDPA backend, even if they cannot run here."""
     backends = SDPA if device == "cuda" else ("flash", "math")
-    names = {"favor": families, "sdpa": backends, "eager": [""], "performer": [""]}
-    found = [f"{group}:{name}".rstrip(":") for group in GROUPS if group in groups for name in names[group]]
+    names = {"favor": families, "sdpa": backends}
+    found = [f"{group}:{name}".rstrip(":") for group in GROUPS if group in groups for name in names.get(group, [""])]
     return [by_name(PERFORMER if name == "performer" else name) for name in found]
 
 
@@ -123,6 +124,10 @@ def by_name(name: str) -> Method:
         return Method(name, _eager, exponent=2)
     if name == PERFORMER:
         return Method(name, _performer, factor=4.0, refuses=_performer_problem)  # its sums have half precision too
+    if name == "flex":
+        return Method(name, _flex, exponent=2, refuses=_flex_problem)
+    if name == "fla":
+        return Method(name, _fla, refuses=_fla_problem)
     raise ValueError(f"expected the name of a method as in the tables, got {name!r}")
 
 
@@ -149,16 +154,37 @@ def favor_method(name: str) -> Method:
 def _favor(name: str, window: int, keys: int | None, cell: Cell) -> tuple[reference.Attend, reference.Formula]:
     options: dict[str, Any] = {"features": name, "num_features": cell.num_features, "seed": cell.seed}
     attend = partial(favor_attention, **options, is_causal=cell.causal, window=window, selected_keys=keys)
+    if cell.decode:
+        attend = _decoding(attend)
     if features.REGISTRY[name].selects_keys:
         return attend, lambda sample: reference.landmarks(sample, cell.num_features, keys)
-    drawn = (cell.num_features, cell.head_dim, cell.heads, True, cell.seed, 0, 0, torch.device(cell.device))
-    omega = directions(Draw(name, *drawn, torch.float64 if cell.dtype == "float64" else torch.float32))
+    omega = _omega(name, cell)
     return attend, lambda sample: reference.features(sample, name, omega[sample.head], window)
+
+
+def _omega(name: str, cell: Cell) -> Tensor:
+    """Gives the random directions `[H, M, d]` that `favor_attention` draws for a cell."""
+    drawn = (cell.num_features, cell.head_dim, cell.heads, True, cell.seed, 0, 0, torch.device(cell.device))
+    return directions(Draw(name, *drawn, torch.float64 if cell.dtype == "float64" else torch.float32))
+
+
+def _decoding(attend: Callable[..., Tensor]) -> reference.Attend:
+    """Makes a function that reads all tokens but the last at its first call, and takes a step with the last in each."""
+    state = StreamState()
+
+    def step(*tokens: Tensor) -> Tensor:
+        if not state.tokens:
+            attend(*(tensor[:, :, :-1] for tensor in tokens), state=state)
+        return attend(*(tensor[:, :, -1:] for tensor in tokens), state=state)
+
+    return step
 
 
 def _sdpa(backend: str, cell: Cell) -> tuple[reference.Attend, reference.Formula]:
     def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         with sdpa_kernel(SDPA[backend]):
+            if cell.decode:
+                return scaled_dot_product_attention(query[:, :, -1:], key, value)
             return scaled_dot_product_attention(query, key, value, is_causal=cell.causal)
 
     return attend, reference.softmax
@@ -180,10 +206,11 @@ def _sdpa_problem(backend: str, cell: Cell) -> str | None:
 def _eager(cell: Cell) -> tuple[reference.Attend, reference.Formula]:
     """Makes softmax attention as in a textbook: matrix product, softmax, matrix product."""
     hidden = None
-    if cell.causal:
+    if cell.causal and not cell.decode:
         hidden = torch.ones(cell.length, cell.length, dtype=torch.bool, device=cell.device).triu_(1)
 
     def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        query = query[:, :, -1:] if cell.decode else query
         logits = (query @ key.transpose(-1, -2)).mul_(cell.head_dim**-0.5)
         if hidden is not None:
             logits = logits.masked_fill_(hidden, -math.inf)
@@ -205,6 +232,8 @@ def _performer(cell: Cell) -> tuple[reference.Attend, reference.Formula]:
 
 @cache
 def _performer_problem(cell: Cell) -> str | None:
+    if cell.decode:
+        return "it has no state for single tokens"
     requirement = f"pip install {PERFORMER}==1.1.4"
     try:
         with warnings.catch_warnings():
@@ -217,6 +246,58 @@ def _performer_problem(cell: Cell) -> str | None:
     return None
 
 
+@cache
+def _compiled_flex() -> Callable[..., Tensor]:
+    # With a length that may change, or in parts that are not compiled, it is slower. So each length is compiled.
+    torch._dynamo.config.recompile_limit = MOST_COMPILED
+    return torch.compile(flex_attention, dynamic=False, fullgraph=True)
+
+
+def _flex(cell: Cell) -> tuple[reference.Attend, reference.Formula]:
+    """Makes FlexAttention of torch; a causal cell gets a mask that leaves out blocks of the future."""
+    mask = None
+    if cell.causal and not cell.decode:
+        make = torch.compile(create_block_mask)  # else it makes all L x L values of the mask
+        mask = make(lambda b, h, q, k: q >= k, None, None, cell.length, cell.length, device=cell.device)
+
+    def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return _compiled_flex()(query[:, :, -1:] if cell.decode else query, key, value, block_mask=mask)
+
+    return attend, reference.softmax
+
+
+def _flex_problem(cell: Cell) -> str | None:
+    return None if cell.device == "cuda" else "it is measured on a GPU alone"
+
+
+def _fla(cell: Cell) -> tuple[reference.Attend, reference.Formula]:
+    """Makes causal linear attention of flash-linear-attention with the features of `pos`, so that states are equal.
+
+    Torch computes the features; the kernel takes `[B, L, H, M]` and divides by the sum of weights.
+    """
+    chunked = importlib.import_module("fla.ops.linear_attn").chunk_linear_attn
+    omega = _omega("pos", cell)
+
+    def feature(tokens: Tensor, dims: tuple[int, ...]) -> Tensor:
+        tokens = tokens * cell.head_dim**-0.25
+        logits = tokens @ omega.to(tokens).mT - tokens.square().sum(-1, keepdim=True) / 2
+        return (logits - logits.detach().amax(dims, keepdim=True)).exp().transpose(1, 2)
+
+    def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        given = (feature(query, (-1,)), feature(key, (-2, -1)), value.transpose(1, 2))
+        return chunked(*given, scale=1.0, normalize=True)[0].transpose(1, 2)
+
+    return attend, lambda sample: reference.features(sample, "pos", omega[sample.head])
+
+
+def _fla_problem(cell: Cell) -> str | None:
+    if not cell.causal or cell.decode:
+        return "only its causal kernel for whole sequences is measured"
+    if cell.device != "cuda":
+        return "it runs on a GPU alone"
+    return None if importlib.util.find_spec("fla") else f"not installed (pip install {FLA})"
+
+
 def peak_of(name: str, cell: Cell) -> int:
     """Measures peak bytes of one pass in the calling process, after a pass at a short length and with all inputs."""
     release_early()
@@ -227,73 +308,3 @@ def peak_of(name: str, cell: Cell) -> int:
     attend, inputs = method.prepare(cell)[0], cell.inputs()
     warm_libraries()
     return resident_peak(lambda: run_pass(attend, inputs))[1]
-
-
-@dataclass(frozen=True)
-class Model:
-    """A whole model up to its last hidden state: a head over a vocabulary would take more time than the attention."""
-
-    module: Any
-    num_features: int
-    seed: int
-
-    @classmethod
-    def build(cls, name: str, *, layers: int, longest: int, num_features: int, seed: int, dtype: torch.dtype) -> Model:
-        """Makes a model of `MODELS` with random weights and `longest` positions; the seed also draws the weights."""
-        sizes: dict[str, Any] = {"hidden_size": HIDDEN, "num_hidden_layers": layers}
-        sizes |= {"num_attention_heads": MODEL_HEADS, "max_position_embeddings": longest}
-        module: Any
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
-            if name == "bert":
-                module = BertModel(BertConfig(**sizes, intermediate_size=3072), add_pooling_layer=False)
-            else:
-                sizes |= {"num_key_value_heads": MODEL_KEY_HEADS, "intermediate_size": 2048, "use_cache": False}
-                module = LlamaModel(LlamaConfig(**sizes))
-        return cls(module.eval().to(dtype), num_features, seed)
-
-    def use(self, backend: str) -> None:
-        """Switches to a backend; FAVOR runs at every length."""
-        if backend == "sdpa":
-            self.module.set_attn_implementation("sdpa")
-        else:
-            favor.configure(self.module, backend, exact_below=0, num_features=self.num_features, seed=self.seed)
-
-    def inputs(self, batch_size: int, length: int) -> tuple[Tensor, Tensor]:
-        """Draws tokens `[B, L]`, and a gradient of the last hidden state; a constant one would vanish in the norm."""
-        generator = torch.Generator().manual_seed(self.seed)
-        tokens = torch.randint(1000, self.module.config.vocab_size, (batch_size, length), generator=generator)
-        slope = torch.randn(batch_size, length, HIDDEN, generator=generator)
-        return tokens.to(self.module.device), slope.to(self.module.device, self.module.dtype)
-
-    def run(self, tokens: Tensor, slope: Tensor | None) -> Tensor:
-        """Computes the last hidden state `[B, L, 768]`; with its gradient `slope` also gradients of all weights."""
-        self.module.zero_grad(set_to_none=True)
-        with torch.set_grad_enabled(slope is not None):
-            hidden = self.module(input_ids=tokens).last_hidden_state
-        if slope is not None:
-            hidden.backward(slope)
-        return hidden.detach()
-
-    def problem(self, backend: str, tokens: Tensor, slope: Tensor | None) -> str | None:
-        """Runs once and says what is wrong; None if nothing is.
-
-        Wrong are: another backend, a result of FAVOR that equals that of SDPA, and numbers that are not finite. The
-        cells of attention, not this function, check results against float64.
-        """
-        self.use(backend)
-        implementation = self.module.config._attn_implementation
-        if implementation != backend:
-            return f"expected the backend {backend}, but the model is set to {implementation}"
-        found = [self.run(tokens, slope), *(p.grad for p in self.module.parameters() if p.grad is not None)]
-        if not all(bool(tensor.isfinite().all()) for tensor in found):
-            return "the last hidden state or a gradient is not finite"
-        if slope is not None and len(found) == 1:
-            return "it gives no gradients"
-        if backend != "sdpa":
-            few = tokens[:, :128]
-            estimate = self.run(few, None)
-            self.use("sdpa")
-            if torch.equal(estimate, self.run(few, None)):
-                return "it gives exactly what sdpa gives, so that its features did not run"
-        return None

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -45,8 +46,10 @@ class Sample:
     causal: bool
 
     @classmethod
-    def draw(cls, query: Tensor, key: Tensor, value: Tensor, *, causal: bool, seed: int = 0) -> Sample:
-        """Draws a sample of query rows.
+    def draw(
+        cls, query: Tensor, key: Tensor, value: Tensor, *, causal: bool, seed: int = 0, last: bool = False
+    ) -> Sample:
+        """Draws a sample of query rows, or takes the last row alone.
 
         Half of the rows grow by powers from row 0 on, where an error in causality is largest; the others are spread
         over the length.
@@ -56,7 +59,8 @@ class Sample:
         b, h = (int(torch.randint(size, (), generator=generator)) for size in (batch, heads))
         early = (length ** (torch.arange(ROWS // 2) / (ROWS // 2))).long() - 1
         spread = torch.randint(length, (ROWS // 2 - 1,), generator=generator)
-        rows = torch.cat((early, spread, torch.tensor([length - 1]))).clamp(0, length - 1).unique().to(query.device)
+        end = torch.tensor([length - 1])
+        rows = (end if last else torch.cat((early, spread, end)).clamp(0, length - 1).unique()).to(query.device)
         queries, keys, values = (tensor[b, h].detach().double() for tensor in (query, key, value))
         leaves = [tensor.requires_grad_() for tensor in (queries[rows], keys, values)]
         return cls(b, h, rows, leaves[0], leaves[1], leaves[2], queries, causal)
@@ -164,20 +168,23 @@ class Check:
         return f"relative error {self.errors[name]:.1e} of {name}"
 
 
-def compare(attend: Attend, formula: Formula, *inputs: Tensor, causal: bool, tolerance: float, seed: int = 0) -> Check:
+def compare(attend: Attend, formula: Formula, *inputs: Tensor, tolerance: float, **options: Any) -> Check:
     """Runs `attend` once on `[B, H, L, d]` inputs and compares it with a formula in float64.
+
+    The options are those of `Sample.draw`; with `last` the output has the last row alone.
 
     The error of the output is that of the worst row, |found - expected| / |expected|. The error of a gradient is that
     of the worst sixteenth of the length. Every gradient outside of the sampled head must be zero.
     """
-    sample = Sample.draw(*inputs, causal=causal, seed=seed)
+    sample = Sample.draw(*inputs, **options)
     place = (sample.batch, sample.head)
     with torch.set_grad_enabled(inputs[0].requires_grad):
         out, expected = attend(*inputs), formula(sample)
-    error = (out.detach()[place][sample.rows].double() - expected).detach().norm(dim=-1)
+    rows = sample.rows - len(sample.key)  # counted from the end
+    error = (out.detach()[place][rows].double() - expected).detach().norm(dim=-1)
     errors = {"output": _largest(error / expected.detach().norm(dim=-1))}
     if inputs[0].requires_grad:
-        slope = torch.randn(expected.shape, generator=torch.Generator().manual_seed(seed)).to(out)
+        slope = torch.randn(expected.shape, generator=torch.Generator().manual_seed(options.get("seed", 0))).to(out)
         sparse = torch.zeros_like(out)
         sparse[sample.batch, sample.head, sample.rows] = slope
         found = torch.autograd.grad(out, inputs, sparse)

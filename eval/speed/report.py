@@ -30,6 +30,7 @@ class Result:
     speedup: float | None = None  # seconds of the fastest SDPA backend of the cell over its own; more is better
     peak_bytes: int | None = None  # of a pass, without inputs
     tokens_per_second: float | None = None  # of whole models only
+    profile: list[dict[str, Any]] | None = None  # what took longest in one pass: name, calls, ms
 
 
 def is_baseline(method: str) -> bool:
@@ -128,6 +129,10 @@ def table_lines(results: Sequence[Result]) -> list[str]:
             ]
             if show is _time or any(set(row[1:]) - {DASH} for row in rows):
                 lines += [f"{title}:", "", *report.table(["L", *methods], rows), ""]
+        for own in (r for r in here if r.profile is not None):
+            parts = [[f"`{part['name'][:80]}`", str(part["calls"]), _number(part["ms"])] for part in own.profile or ()]
+            lines += [f"Profile of a pass of {own.method}, L = {own.length}, in ms on the device:", ""]
+            lines += [*report.table(["what", "calls", "ms"], parts), ""]
     return lines
 
 

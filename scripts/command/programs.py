@@ -70,6 +70,7 @@ EVAL = Folder(
         "time and memory": {
             "speed": Program("favor.eval.speed.__main__", "attention and whole models, by length"),
             "generation": Program("favor.eval.generation", "time of a token in generation, and memory of the cache"),
+            "gpu": Program("favor.eval.gpu", "all that needs a GPU, in visits of some minutes"),
         },
         "language models": {
             "needle": Program("favor.eval.language.needle", "what a model finds in a long text"),

@@ -2,6 +2,7 @@
 
 import math
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,13 +12,14 @@ from favor.attention.functional import favor_attention
 from favor.eval import generation
 from favor.eval.common.isolated import Failure, isolated, unavailable
 from favor.eval.speed import __main__ as speed
-from favor.eval.speed import measure, methods, reference, report
-from favor.eval.speed.__main__ import DIRECTIONS, PASSES
+from favor.eval.speed import measure, methods, models, reference, report
+from favor.eval.speed.__main__ import DIRECTIONS
 from favor.eval.speed.methods import Cell, by_name
 
 needs_performer = pytest.mark.skipif(
     by_name("performer-pytorch").refuses(Cell(1, False, False)) is not None, reason="performer-pytorch is not installed"
 )
+PASSES = ("forward", "forward+backward")
 CPU = ("--lengths", "32", "64", "--device", "cpu", "--methods")
 ONE = ("--skip_memory", "--directions", "causal", "--passes", "forward")
 
@@ -26,7 +28,7 @@ ONE = ("--skip_memory", "--directions", "causal", "--passes", "forward")
 def tiny(sized):
     sized(speed, NUM_FEATURES=16, HEADS=2, HEAD_DIM=16, LAYERS=1, REPEATS=1)
     sized(generation, TOKENS=3)
-    sized(methods, HIDDEN=24, BACKENDS=("sdpa", "favor+", "favor#"))
+    sized(models, HIDDEN=24, BACKENDS=("sdpa", "favor+", "favor#"))
 
 
 @pytest.mark.slow
@@ -173,6 +175,46 @@ def test_what_would_take_too_long_or_too_much_memory_is_skipped(ran, monkeypatch
         assert said in note
 
 
+ONE_TOKEN = ["favor:pos", "favor:pos@16", "favor:landmark+48", "sdpa:math", "eager"]
+
+
+@pytest.mark.parametrize("name", ONE_TOKEN)
+def test_a_single_token_gets_the_last_row_of_the_whole_sequence(name):
+    cell = Cell(400, True, False, heads=2, head_dim=8, num_features=24, decode=True)
+    method, other = by_name(name), by_name("favor:pos@8" if name == "sdpa:math" else "sdpa:math")
+    attend, formula = method.prepare(cell)
+    assert method.check(cell).passed
+    assert [attend(*cell.inputs()[:3]).shape[2] for _ in range(2)] == [1, 1]
+    assert name == "eager" or not other.check(cell, formula).passed
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.parametrize(("causal", "decode"), [(False, False), (True, False), (True, True)])
+def test_flex_attention_without_its_compiler(causal, decode, monkeypatch):
+    monkeypatch.setattr(torch, "compile", lambda function, **options: function)
+    methods._compiled_flex.cache_clear()
+    cell = Cell(150, causal, False, heads=2, head_dim=16, decode=decode)
+    assert by_name("flex").check(cell).passed
+    assert "GPU" in by_name("flex").refuses(cell)
+    methods._compiled_flex.cache_clear()
+
+
+def test_flash_linear_attention_gets_the_features_of_pos(monkeypatch):
+    """A kernel of the test in the place of theirs, which needs a GPU."""
+
+    def chunk_linear_attn(q, k, v, scale, normalize):
+        weights = scale * torch.einsum("bihm,bjhm->bhij", q, k).tril()
+        return ((weights / weights.sum(-1, keepdim=True)) @ v.transpose(1, 2)).transpose(1, 2), None
+
+    module = SimpleNamespace(chunk_linear_attn=chunk_linear_attn)
+    monkeypatch.setitem(sys.modules, "fla.ops.linear_attn", module)
+    method, cell = by_name("fla"), Cell(150, True, True, heads=2, head_dim=8, num_features=24)
+    assert method.check(cell).passed
+    assert not method.check(cell, by_name("favor:pos@16").prepare(cell)[1]).passed
+    assert method.refuses(cell) == "it runs on a GPU alone"
+    assert "not installed" in method.refuses(Cell(8, True, True, device="cuda"))
+
+
 PREDICTED = [({}, 8, 2, None), ({4: 1.0}, 8, 2, 4.0), ({4: 1.0}, 16, 1, 4.0), ({2: 1.0, 4: 4.0}, 8, 1, 16.0)]
 # Overhead hides growth at short lengths; noise can make it look wild.
 PREDICTED += [({2: 1.0, 4: 1.0}, 8, 1, 2.0), ({2: 1.0, 4: 100.0}, 8, 1, 100 * 2**2.5)]
@@ -237,8 +279,8 @@ def test_memory_counts_the_output_and_the_gradients():
 
 
 def test_models(ran):
-    content, text = ran(speed, *CPU[:-1], "--model_types", "bert", "llama", code=0)
-    panels = {f"{m}, {p}" for m in methods.MODELS for p in PASSES}
+    content, text = ran(speed, *CPU[:-1], "--model_types", *models.MODELS, code=0)
+    panels = {f"{m}, {p}" for m in models.MODELS for p in PASSES}
     assert {cell["panel"] for cell in content["cells"]} == panels
     assert all(cell["tokens_per_second"] > 0 for cell in content["cells"])
     assert len(content["crossover"]) == 2 * len(panels)
@@ -246,10 +288,10 @@ def test_models(ran):
 
 
 def test_a_model_that_does_not_run_its_backend_fails(monkeypatch):
-    model = methods.Model.build("bert", layers=1, longest=16, num_features=8, seed=0, dtype=torch.float32)
+    model = models.Model.build("bert", layers=1, longest=16, num_features=8, seed=0, dtype=torch.float32)
     tokens, slope = model.inputs(1, 16)
     assert model.problem("favor+", tokens, slope) is None
-    monkeypatch.setattr(methods.Model, "use", lambda self, backend: None)
+    monkeypatch.setattr(models.Model, "use", lambda self, backend: None)
     assert model.problem("favor+", tokens, None) == "expected the backend favor+, but the model is set to sdpa"
     torch.nn.init.constant_(model.module.embeddings.LayerNorm.weight, math.nan)
     assert "not finite" in model.problem("sdpa", tokens, None)
