@@ -300,7 +300,7 @@ class ChosenOperands(NamedTuple):
 
 
 class NodeOptions(NamedTuple):
-    """The numbers of a call of `favor.kernels.nodes.node_attention`.
+    """The numbers of a call of `favor.kernels.landmarks.node_attention`.
 
     Attributes:
         means: M, nodes of sorted keys.
@@ -329,3 +329,31 @@ class NodeOptions(NamedTuple):
         """Gives how many nodes a block may choose at most."""
         selected = min(self.selected, keys)
         return min(selected if self.is_padded else -(-selected // -(-keys // self.means)), self.number(keys))
+
+
+class SectionOptions(NamedTuple):
+    """The numbers of a call of `favor.kernels.landmarks.section_attention`.
+
+    Attributes:
+        selected: K, keys that a block chooses.
+        section: keys of a mean; a query reads those of its own section up to itself exactly.
+        block: queries that share a choice.
+        step: every so many queries one votes for its block.
+        sink: first keys, exact for all queries.
+        share: a query chooses one key for itself for so many of its block.
+        part: a query searches one coordinate of so many.
+        scale: of the logits.
+    """
+
+    selected: int
+    section: int
+    block: int
+    step: int
+    sink: int
+    share: int
+    part: int
+    scale: float
+
+    def rank(self, width: int) -> int:
+        """Gives in how many coordinates queries search."""
+        return max(width // self.part, 1)

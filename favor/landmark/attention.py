@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from favor.attention.functional import AttentionCall, method
-from favor.kernels.nodes import is_fused
+from favor.kernels.landmarks import is_fused
 from favor.landmark import bidirectional, causal, kept
 from favor.registry import Family, register
 

@@ -16,7 +16,7 @@ from favor.attention.functional import AttentionCall
 from favor.kernels.chosen import chosen_attention, log_left
 from favor.kernels.dispatch import is_exporting, operator
 from favor.kernels.exported import first_rows, in_blocks
-from favor.kernels.nodes import node_attention
+from favor.kernels.landmarks import node_attention
 from favor.kernels.operands import ChosenOperands, NodeOptions
 from favor.landmark.sorting import order_of
 

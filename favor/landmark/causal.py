@@ -15,7 +15,8 @@ from torch import Tensor
 from favor.kernels.chosen import choose, chosen_attention, log_left
 from favor.kernels.dispatch import is_exporting
 from favor.kernels.exported import first_rows, in_blocks
-from favor.kernels.operands import ChosenOperands
+from favor.kernels.landmarks import is_fused, section_attention
+from favor.kernels.operands import ChosenOperands, SectionOptions
 
 # Measured in docs/papers/landmark_form.md.
 SECTION = 256  # tokens
@@ -64,8 +65,18 @@ def attention(
         `[B, H, L, dv]`.
     """
     is_whole = query.shape[2] == key.shape[2]
+    if is_whole and is_fused(kernel, query, value):
+        return fused(query, key, value, selected, scale, kernel)[0]
     past = torch.zeros_like(past) if is_whole else past
     return read_past(past_of(query, key, value, past, is_whole), query, past, is_whole, selected, scale, kernel)
+
+
+def fused(query: Tensor, key: Tensor, value: Tensor, selected: int, scale: float, kernel: str) -> tuple[Tensor, Past]:
+    """Computes attention of whole sequences by one operator, and what later queries read."""
+    numbers = {"section": SECTION, "block": BLOCK, "step": STEP, "sink": SINK, "share": SHARE, "part": PART}
+    options = SectionOptions(selected=selected, scale=scale, **numbers)
+    out, kept, index, far_key, far_value = section_attention(query, key, value, options, kernel)
+    return out, Past(key, value, far_key, far_value, query[:, :, ::STEP], kept, index)
 
 
 def past_of(query: Tensor, key: Tensor, value: Tensor, past: Tensor, is_whole: bool) -> Past:

@@ -11,6 +11,7 @@ from torch.nn.functional import pad
 from favor.attention.functional import AttentionCall
 from favor.kernels import StreamState
 from favor.kernels.dispatch import on_cpu
+from favor.kernels.landmarks import is_fused
 from favor.landmark import causal
 from favor.landmark.causal import BLOCK, SECTION, STEP, Past
 
@@ -96,6 +97,10 @@ def attention(query: Tensor, key: Tensor, value: Tensor, counts: Tensor, call: A
     state, options = call.state, (call.selected_keys, call.scale, call.kernel)
     assert state is not None
     if state.memory is None:
+        if is_fused(call.kernel, query, value):
+            out, known = causal.fused(query, key, value, *options)
+            state.memory = Kept.of(known, counts)
+            return out
         past = torch.zeros_like(counts)
         known = causal.past_of(query, key, value, past, True)
         state.memory = Kept.of(known, counts)

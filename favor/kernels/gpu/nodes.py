@@ -156,23 +156,28 @@ def _choose(
 @triton.jit(do_not_specialize=["length"])
 def _put_back(
     order, lengths, of_key, of_value, of_mean, of_mean_value, d_key, d_value,
-    heads, length, means, number, tiles, key_batch, key_head, key_row, value_batch, value_head, value_row,
+    heads, length, extent, means, number, tiles, key_batch, key_head, key_row, value_batch, value_head, value_row,
     width: tl.constexpr, value_width: tl.constexpr, WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr,
     TOKENS: tl.constexpr,
 ):  # fmt: skip
-    """Writes the gradients of sorted keys and values, and the shares in those of their means, in the order given."""
+    """Writes the gradients of sorted keys and values, and the shares in those of their means, in the order given.
+
+    Means are those of `extent` keys, if no `lengths` are given.
+    """
     program = tl.program_id(0).to(tl.int64)
     tile, head = program % tiles, program // tiles
     batch, own = head // heads, head % heads
     place = tile * TOKENS + tl.arange(0, TOKENS)
     inside = place < length
-    limit = count_of(lengths, batch, length)
-    size, _, _ = _extent(lengths, batch, length, means, limit * 0)
+    limit = count_of(lengths, batch, extent)
+    size, _, _ = _extent(lengths, batch, extent, means, limit * 0)
     node = tl.minimum(place // size, number - 1)
-    _, _, count = _extent(lengths, batch, length, means, node)
+    _, _, count = _extent(lengths, batch, extent, means, node)
     counts = place < limit
     share = tl.where(counts, 1.0 / tl.maximum(count, 1).to(tl.float32), 0.0)[:, None]
-    row = tl.load(order + head * length + place, mask=inside, other=0).to(tl.int64)
+    row = place
+    if order is not None:
+        row = tl.load(order + head * length + place, mask=inside, other=0).to(tl.int64)
     first = head * length + tile * TOKENS
 
     column, real = tl.arange(0, WIDTH), inside[:, None]
@@ -199,7 +204,7 @@ def _tokens(width: int) -> int:
 def forward(
     query: Tensor, key: Tensor, value: Tensor, lengths: Tensor | None, key_lengths: Tensor | None, given: NodeOptions
 ) -> tuple[Tensor, ...]:
-    """Computes attention; the arguments are those of `favor.kernels.nodes.node_attention`.
+    """Computes attention; the arguments are those of `favor.kernels.landmarks.node_attention`.
 
     Returns:
         output `[B, H, L, dv]` and, for the backward pass, log normalisers; the order of keys, and of queries (empty if
@@ -255,6 +260,7 @@ def backward(
     query: Tensor,
     key: Tensor,
     value: Tensor,
+    lengths: Tensor | None,
     key_lengths: Tensor | None,
     results: tuple[Tensor, ...],
     given: NodeOptions,
@@ -262,13 +268,35 @@ def backward(
     """Computes the gradients of queries, keys and values from that of the output and all that `forward` gave."""
     out, lse, *saved = results
     of_query, *sums = pull_back(grad, _reading(query, tuple(saved), given), out, lse)
-    of_key, of_value = torch.empty_like(key), torch.empty_like(value)
-    (batch, heads, keys, width), tokens = key.shape, _tokens(max(key.shape[3], value.shape[3]))
-    tiles = ceil_divide(keys, tokens)
+    return (of_query, *put_back(saved[0], key_lengths, sums, (key, value), key.shape[2], given.means))
+
+
+def put_back(
+    order: Tensor | None,
+    lengths: Tensor | None,
+    sums: list[Tensor],
+    tokens: tuple[Tensor, Tensor],
+    extent: int,
+    means: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Gives the gradients of keys and values, `tokens`, from those of sorted ones and of their means in float32.
+
+    Args:
+        order: which key comes in each place, `[B, Hk, S]`; None for the given order.
+        lengths: how many keys count, `[B]`; None for all.
+        sums: gradients of keys, values, and mean keys and values.
+        tokens: keys `[B, Hk, S, d]` and values.
+        extent: how many keys there are with those that fill the last mean.
+        means: into how many equal parts the keys were divided; by default, as many as there are means.
+    """
+    (batch, heads, keys, width), value_width = tokens[0].shape, tokens[1].shape[3]
+    of_key, of_value = (torch.empty_like(tensor) for tensor in tokens)
+    number, block = sums[2].shape[2], _tokens(max(width, value_width))
+    tiles = ceil_divide(keys, block)
     _put_back[(batch * heads * tiles,)](
-        *(saved[0], key_lengths, *sums, of_key, of_value, heads, keys, given.means, given.number(keys), tiles),
+        *(order, lengths, *sums, of_key, of_value, heads, keys, extent, means or number, number, tiles),
         *strides(of_key, of_value),
-        **width_constants(width, value.shape[3]),
-        TOKENS=tokens,
+        **width_constants(width, value_width),
+        TOKENS=block,
     )
-    return of_query, of_key, of_value
+    return of_key, of_value
