@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from favor.kernels.dispatch import is_exporting, is_transformed, kernel_module, operator, pick, plain
-from favor.kernels.operands import NodeOptions, SectionOptions
+from favor.kernels.operands import NodeOptions, SectionOptions, SectionTables
 
 Tensors = tuple[Tensor, ...]
 
@@ -150,16 +150,16 @@ def _fake_sections(query: Tensor, key: Tensor, value: Tensor, given: SectionOpti
     number, (out, lse) = min(given.selected, length), _out(query, value)
     coordinates = query.new_empty(batch, heads, rank, dtype=torch.int64)
     tables = [(key_heads, sections, size) for size in (width, value.shape[3])]
-    sums, means = ([key.new_empty(batch, *shape, dtype=kind) for shape in tables] for kind in (wide, key.dtype))
+    sums = [key.new_empty(batch, *shape, dtype=wide) for shape in tables]
     shared = query.new_empty(batch, heads, blocks, number, dtype=torch.int32)
     own = query.new_empty(batch, heads, blocks, given.block, number // given.share, dtype=torch.int32)
     far_log = query.new_empty(batch, heads, blocks, sections, dtype=wide)
     index = key.new_empty(batch, heads, length, rank)
-    return (out, coordinates, index, *sums, lse, *means, far_log, shared, own)
+    return (out, coordinates, index, *sums, lse, far_log, shared, own)
 
 
 _nodes = _Fused("nodes", NodeOptions, ("lengths", "key_lengths"), 12, _fake_nodes)
-_sections = _Fused("sections", SectionOptions, (), 11, _fake_sections)
+_sections = _Fused("sections", SectionOptions, (), 9, _fake_sections)
 
 
 def node_attention(
@@ -202,3 +202,30 @@ def section_attention(
         section, `[B, Hk, F, d]` and `[B, Hk, F, dv]`, float32.
     """
     return _sections(query, key, value, *options, kernel)[:5]
+
+
+def step(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    counts: Tensor | None,
+    tables: SectionTables,
+    options: SectionOptions,
+    kernel: str = "auto",
+) -> Tensor:
+    """Attends with one more token, which is written into the tables of all before it.
+
+    Args:
+        query, key, value: `[B, H, 1, d]`, `[B, Hk, 1, d]` and `[B, Hk, 1, dv]`.
+        counts: 1, or 0 where the token is padding, int64 `[B]`; None for 1.
+        tables: changed in place.
+        options: the numbers of the call.
+        kernel: a kernel for which `is_fused` is true.
+
+    Returns:
+        `[B, H, 1, dv]`, in the type of the queries, without a graph.
+    """
+    tokens = (tensor if tensor.stride(-1) == 1 else tensor.contiguous() for tensor in (query, key, value))
+    with torch.cuda.device_of(query):
+        out: Tensor = kernel_module(pick(kernel, query, value), "sections").step(*tokens, counts, tables, options)
+    return out

@@ -357,3 +357,29 @@ class SectionOptions(NamedTuple):
     def rank(self, width: int) -> int:
         """Gives in how many coordinates queries search."""
         return max(width // self.part, 1)
+
+
+class SectionTables(NamedTuple):
+    """What earlier tokens left behind, with room for S tokens in whole sections; all contiguous.
+
+    Attributes:
+        key, value: `[B, Hk, S, d]` and `[B, Hk, S, dv]`.
+        far_key, far_value: their sums over each section, float32.
+        samples: every so many queries, `[B, H, n, d]`; the last place is for nothing.
+        coordinates: those in which queries search, int64 `[B, H, r]`.
+        searched: these coordinates of the keys, `[B, H, S, r]`.
+        length: tokens of each sequence, int64 `[B]`.
+        shared: what the block of the last token chose, int32 `[B, H, 1, K]`.
+        chooses: whether the block of the next token has to choose.
+    """
+
+    key: Tensor
+    value: Tensor
+    far_key: Tensor
+    far_value: Tensor
+    samples: Tensor
+    coordinates: Tensor
+    searched: Tensor
+    length: Tensor
+    shared: Tensor
+    chooses: bool

@@ -10,6 +10,7 @@ from torch import Tensor
 from favor.attention.functional import AttentionCall, method
 from favor.kernels.landmarks import is_fused
 from favor.landmark import bidirectional, causal, kept
+from favor.landmark.kept import counted
 from favor.registry import Family, register
 
 
@@ -73,12 +74,14 @@ def attend(family: Landmarks, query: Tensor, key: Tensor, value: Tensor, call: A
     if query.device.type == "cpu":
         raised = torch.promote_types(query.dtype, torch.float32)
         query, key, value = query.to(raised), key.to(raised), value.to(raised)
-    if not call.is_causal and is_fused(call.kernel, query, value):
+    if call.state is not None:
+        return kept.attention(query, key, value, call)
+    if is_fused(call.kernel, query, value) and not call.is_causal:
         return bidirectional.fused(query, key, value, call)
-    counts = _counts(call.query_padding(length, keys), query), _counts(call.key_mask, key)
+    if is_fused(call.kernel, query, value) and length == keys:
+        return causal.fused(query, key, value, call)[0]
+    counts = counted(call.query_padding(length, keys), query), counted(call.key_mask, key)
     if call.is_causal:
-        if call.state is not None:
-            return kept.attention(query, key, value, counts[1], call)
         options: Any = {"selected": call.selected_keys, "scale": call.scale, "kernel": call.kernel}
         return causal.attention(query, key, value, counts[1] - counts[0], **options)
     out = bidirectional.attention(
@@ -94,10 +97,3 @@ def attend(family: Landmarks, query: Tensor, key: Tensor, value: Tensor, call: A
         kernel=call.kernel,
     )
     return out.view(batch, heads, length, -1)
-
-
-def _counts(mask: Tensor | None, tokens: Tensor) -> Tensor:
-    """Counts the tokens of each sequence that are not padding, int64 `[B]`."""
-    if mask is None:
-        return torch.full(tokens.shape[:1], tokens.shape[2], dtype=torch.int64, device=tokens.device)
-    return mask.sum(1)

@@ -12,10 +12,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from favor.attention.functional import AttentionCall
 from favor.kernels.chosen import choose, chosen_attention, log_left
 from favor.kernels.dispatch import is_exporting
 from favor.kernels.exported import first_rows, in_blocks
-from favor.kernels.landmarks import is_fused, section_attention
+from favor.kernels.landmarks import section_attention
 from favor.kernels.operands import ChosenOperands, SectionOptions
 
 # Measured in docs/papers/landmark_form.md.
@@ -65,17 +66,19 @@ def attention(
         `[B, H, L, dv]`.
     """
     is_whole = query.shape[2] == key.shape[2]
-    if is_whole and is_fused(kernel, query, value):
-        return fused(query, key, value, selected, scale, kernel)[0]
     past = torch.zeros_like(past) if is_whole else past
     return read_past(past_of(query, key, value, past, is_whole), query, past, is_whole, selected, scale, kernel)
 
 
-def fused(query: Tensor, key: Tensor, value: Tensor, selected: int, scale: float, kernel: str) -> tuple[Tensor, Past]:
-    """Computes attention of whole sequences by one operator, and what later queries read."""
+def options_of(call: AttentionCall) -> SectionOptions:
+    """Gives the numbers of a call as kernels of whole landmarks take them."""
     numbers = {"section": SECTION, "block": BLOCK, "step": STEP, "sink": SINK, "share": SHARE, "part": PART}
-    options = SectionOptions(selected=selected, scale=scale, **numbers)
-    out, kept, index, far_key, far_value = section_attention(query, key, value, options, kernel)
+    return SectionOptions(selected=call.selected_keys, scale=call.scale, **numbers)
+
+
+def fused(query: Tensor, key: Tensor, value: Tensor, call: AttentionCall) -> tuple[Tensor, Past]:
+    """Computes attention of whole sequences by one operator, and what later queries read."""
+    out, kept, index, far_key, far_value = section_attention(query, key, value, options_of(call), call.kernel)
     return out, Past(key, value, far_key, far_value, query[:, :, ::STEP], kept, index)
 
 

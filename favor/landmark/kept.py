@@ -10,15 +10,16 @@ from torch.nn.functional import pad
 
 from favor.attention.functional import AttentionCall
 from favor.kernels import StreamState
-from favor.kernels.dispatch import on_cpu
-from favor.kernels.landmarks import is_fused
+from favor.kernels.dispatch import on_cpu, plain
+from favor.kernels.landmarks import is_fused, step
+from favor.kernels.operands import SectionTables
 from favor.landmark import causal
 from favor.landmark.causal import BLOCK, SECTION, STEP, Past
 
 
 @dataclass
 class Kept(Past):
-    """Holds what earlier tokens leave behind, with room for whole sections of S tokens.
+    """Holds what earlier tokens leave behind, with room for whole sections of S tokens; all tables are contiguous.
 
     Attributes:
         length: tokens of each sequence, int64 `[B]`.
@@ -45,13 +46,13 @@ class Kept(Past):
 
     def _add(self, missing: int) -> None:
         steps = {"key": 1, "value": 1, "index": 1, "samples": STEP, "far_key": SECTION, "far_value": SECTION}
-        for name, step in steps.items():
-            setattr(self, name, pad(getattr(self, name), (0, 0, 0, missing // step)))
+        for name, tokens in steps.items():
+            setattr(self, name, pad(getattr(self, name), (0, 0, 0, missing // tokens)).contiguous())
 
     def find_coordinates(self) -> None:
         """Finds in which coordinates queries search, by the first 64 tokens, and indexes the keys."""
         self.coordinates = causal.coordinates(self.samples[:, :, : BLOCK // STEP], self.key[:, :, :BLOCK])
-        self.index = causal.indexed(self.key, self.coordinates)
+        self.index = causal.indexed(self.key, self.coordinates).contiguous()
 
     def append(self, query: Tensor, key: Tensor, value: Tensor, counts: Tensor) -> Tensor:
         """Writes tokens `[B, H or Hk, L, .]` behind the others, and gives their places `[B, L]`.
@@ -87,31 +88,42 @@ class Kept(Past):
         self.shared = self.shared[:, :, :0]
 
 
-def attention(query: Tensor, key: Tensor, value: Tensor, counts: Tensor, call: AttentionCall) -> Tensor:
+def counted(mask: Tensor | None, tokens: Tensor) -> Tensor:
+    """Counts the tokens of each sequence that are not padding, int64 `[B]`, of `[B, H, L, d]` by a mask `[B, L]`."""
+    if mask is None:
+        return torch.full(tokens.shape[:1], tokens.shape[2], dtype=torch.int64, device=tokens.device)
+    return mask.sum(1)
+
+
+def attention(query: Tensor, key: Tensor, value: Tensor, call: AttentionCall) -> Tensor:
     """Computes causal attention of the tokens that come after those of the call's state, which is changed in place.
 
-    Tensors are those of `favor.landmark.causal.attention`, of the same tokens, and `counts`, int64 `[B]`: how many of
-    the first are no padding, which is zeros. Only the first piece has a graph. Raises a ValueError if the state was
-    begun with other options or another batch.
+    Tensors are those of `favor.landmark.causal.attention`, of the same tokens; padding is zeros. Only the first piece
+    has a graph. Raises a ValueError if the state was begun with other options or another batch.
     """
     state, options = call.state, (call.selected_keys, call.scale, call.kernel)
     assert state is not None
+    one_operator = is_fused(call.kernel, query, value)
+    if state.memory is None and one_operator:
+        out, known = causal.fused(query, key, value, call)
+        state.memory = Kept.of(known, counted(call.key_mask, key))
+        return out
     if state.memory is None:
-        if is_fused(call.kernel, query, value):
-            out, known = causal.fused(query, key, value, *options)
-            state.memory = Kept.of(known, counts)
-            return out
+        counts = counted(call.key_mask, key)
         past = torch.zeros_like(counts)
         known = causal.past_of(query, key, value, past, True)
         state.memory = Kept.of(known, counts)
         return causal.read_past(known, query, past, True, *options)
     kept, length = _checked(query, key, value, state), query.shape[2]
+    # The first 64 tokens decide; shorter rows of a batch may have had fewer until now.
+    before = state.tokens - length
+    decides = (state.is_ragged or before < BLOCK) and state.tokens // BLOCK > before // BLOCK
     with torch.no_grad():
         kept.grow(state.tokens)
-        place = kept.append(query, key, value, counts)
-        # The first 64 tokens decide; shorter rows of a batch may have had fewer until now.
-        before = state.tokens - length
-        if (state.is_ragged or before < BLOCK) and state.tokens // BLOCK > before // BLOCK:
+        if length == 1 and one_operator and plain(query, key, value):
+            return _step(kept, query, key, value, call, decides)
+        place = kept.append(query, key, value, counted(call.key_mask, key))
+        if decides:
             kept.find_coordinates()
         else:
             causal.write(kept.index, place, causal.indexed(key, kept.coordinates))
@@ -152,3 +164,29 @@ def _one(
     blocks = query.flatten(0, 1)[:, None]
     out = causal.read_blocks(kept, blocks, place, seen, shared, scale, kernel)
     return out.view(batch, heads, 1, -1)
+
+
+def _step(kept: Kept, query: Tensor, key: Tensor, value: Tensor, call: AttentionCall, decides: bool) -> Tensor:
+    """Does what `append` and `_one` do by one kernel, which also looks where a block begins without an answer."""
+    assert call.state is not None
+    selected = min(call.selected_keys, kept.key.shape[2])
+    chooses = call.state.is_ragged or (call.state.tokens - 1) % BLOCK == 0 or not kept.shared.shape[2]
+    if chooses and kept.shared.shape[2] != selected:
+        kept.shared = kept.shared.new_empty(*kept.shared.shape[:2], selected)
+    tables = SectionTables(
+        key=kept.key,
+        value=kept.value,
+        far_key=kept.far_key,
+        far_value=kept.far_value,
+        samples=kept.samples,
+        coordinates=kept.coordinates,
+        searched=kept.index,
+        length=kept.length,
+        shared=kept.shared.unsqueeze(2),
+        chooses=chooses,
+    )
+    counts = None if call.key_mask is None else counted(call.key_mask, key)
+    out = step(query, key, value, counts, tables, causal.options_of(call), call.kernel)
+    if decides:
+        kept.find_coordinates()
+    return out

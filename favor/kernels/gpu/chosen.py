@@ -70,7 +70,7 @@ _SIZES = ("blocks", "rows", "heads", "groups", "length", "keys", "chosen", "owns
 
 @triton.jit
 def _locate(
-    seen, first, runs, order, blocks, rows, heads, groups, length, keys, most, owns,
+    seen, first, runs, order, blocks, rows, heads, groups, length, keys, most, owns, per_first,
     section: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
     """Tells where a program works.
@@ -91,7 +91,7 @@ def _locate(
     inside = (row < rows) & (place < length)
     start = (block % blocks).to(tl.int32) * rows
     if first is not None:
-        start += tl.load(first + head).to(tl.int32)
+        start += tl.load(first + head // per_first).to(tl.int32)
     if order is not None:
         place = tl.load(order + head * length + place, mask=inside, other=0).to(tl.int64)
     nearest, end, last = start * 0, start * 0, row
@@ -148,14 +148,14 @@ def _load_own(q, key, value, key_row, value_row, own, inside, owns, step, factor
 
 
 @triton.jit
-def _load_means(q, key, value, log, begin, means, factor, width: tl.constexpr, value_width: tl.constexpr,
+def _load_means(q, key, value, log, begin, means, share, factor, width: tl.constexpr, value_width: tl.constexpr,
                 VALUE_WIDTH: tl.constexpr, FEATURES: tl.constexpr):  # fmt: skip
     """Loads a tile of means: places and which count `[C]`, keys and values `[C, ...]`, and logits `[R, C]`."""
     place = (begin + tl.arange(0, FEATURES)).to(tl.int64)
     shift = tl.load(log + place, mask=place < means, other=float("-inf")).to(tl.float32) * LOG2E
     seen = shift > float("-inf")
-    k = _gather(key, place, width, seen, width, q.shape[1])
-    v = _gather(value, place, value_width, seen, value_width, VALUE_WIDTH)
+    k = (_gather(key, place, width, seen, width, q.shape[1]) * share).to(q.dtype)
+    v = (_gather(value, place, value_width, seen, value_width, VALUE_WIDTH) * share).to(q.dtype)
     return place, seen, k, v, contract(q, k) * factor + shift[None, :]
 
 
@@ -181,7 +181,7 @@ def _places(shared, begin, number, limit, run, FEATURES: tl.constexpr):
 @triton.jit(do_not_specialize=_SIZES)
 def _read(
     query, key, value, shared, own, seen, far_key, far_value, far_log, first, runs, order, out, lse,
-    blocks, rows, heads, groups, length, keys, chosen, owns, means, most, scale,
+    blocks, rows, heads, groups, length, keys, chosen, owns, means, most, per_first, scale, share,
     query_batch, query_head, query_row, key_batch, key_head, key_row, value_batch, value_head, value_row,
     out_batch, out_head, out_row,
     section: tl.constexpr, width: tl.constexpr, value_width: tl.constexpr,
@@ -189,7 +189,7 @@ def _read(
 ):  # fmt: skip
     """Reads for some rows of a block. Rows that see nothing get zeros, and -inf as logarithm of the normaliser."""
     batch, head, source, block, tile, asked, inside, last, nearest, end, limit, run, number, others = _locate(
-        seen, first, runs, order, blocks, rows, heads, groups, length, keys, most, owns, section, TOKENS
+        seen, first, runs, order, blocks, rows, heads, groups, length, keys, most, owns, per_first, section, TOKENS
     )
     factor = scale * LOG2E
     q = _gather(query + batch * query_batch + head * query_head, asked, query_row, inside, width, WIDTH)
@@ -215,8 +215,8 @@ def _read(
     far_value += source * means * value_width
     for begin in range(0, means, FEATURES):
         _, _, _, v, logits = _load_means(
-            q, far_key, far_value, far_log + block * means, begin, means, factor, width, value_width, VALUE_WIDTH,
-            FEATURES,
+            q, far_key, far_value, far_log + block * means, begin, means, share, factor, width, value_width,
+            VALUE_WIDTH, FEATURES,
         )  # fmt: skip
         top, total, weights, decay = absorb(logits, top, total)
         acc = mix(weights, v, acc * decay[:, None])
@@ -263,7 +263,7 @@ def _pull_back(
 def _gradients(
     query, key, value, shared, own, seen, far_key, far_value, far_log, first, runs, order, grad, out, lse,
     d_query, d_key, d_value, d_far_key, d_far_value,
-    blocks, rows, heads, groups, length, keys, chosen, owns, means, most, scale,
+    blocks, rows, heads, groups, length, keys, chosen, owns, means, most, per_first, scale, share,
     query_batch, query_head, query_row, key_batch, key_head, key_row, value_batch, value_head, value_row,
     grad_batch, grad_head, grad_row, out_batch, out_head, out_row, dq_batch, dq_head, dq_row,
     section: tl.constexpr, width: tl.constexpr, value_width: tl.constexpr,
@@ -271,7 +271,7 @@ def _gradients(
 ):  # fmt: skip
     """Computes the gradients for some rows of a block."""
     batch, head, source, block, tile, asked, inside, last, nearest, end, limit, run, number, others = _locate(
-        seen, first, runs, order, blocks, rows, heads, groups, length, keys, most, owns, section, TOKENS
+        seen, first, runs, order, blocks, rows, heads, groups, length, keys, most, owns, per_first, section, TOKENS
     )
     factor = scale * LOG2E
     q = _gather(query + batch * query_batch + head * query_head, asked, query_row, inside, width, WIDTH)
@@ -304,8 +304,8 @@ def _gradients(
     d_far_value += source * means * value_width
     for begin in range(0, means, FEATURES):
         place, there, k, v, logits = _load_means(
-            q, far_key, far_value, far_log + block * means, begin, means, factor, width, value_width, VALUE_WIDTH,
-            FEATURES,
+            q, far_key, far_value, far_log + block * means, begin, means, share, factor, width, value_width,
+            VALUE_WIDTH, FEATURES,
         )  # fmt: skip
         dq = _pull_back(
             q, g, delta, norm, k, v, logits, place, there, d_far_key, d_far_value, dq, scale, width, value_width
@@ -337,13 +337,13 @@ class Reading(NamedTuple):
 
     Attributes:
         query: `[B, H, L, d]`; key and value: `[B, Hk, S, d]` and `[B, Hk, S, dv]`. The last stride of each is 1.
-        far_key, far_value: `[B, Hk, F, d]` and `[B, Hk, F, dv]`, contiguous.
-        far_log, shared, own, seen, first, run: as there, with `[B, H]` in place of `[N]`, contiguous. None for no own
-            keys, for blocks that see the sections before theirs, for heads that begin with the first key, and for runs
-            of one key.
+        far_key, far_value: `[B, Hk, F, d]` and `[B, Hk, F, dv]`, contiguous; times `far_share` they are the means.
+        far_log, shared, own, seen, first, run: as there, with `[B, H]` in place of `[N]`, contiguous; `first` may be
+            `[B]`. None for no own keys, for blocks that see the sections before theirs, for heads that begin with the
+            first key, and for runs of one key.
         order: which query comes in each place of the blocks, int32 `[B, H, L]`; None for the given order.
         rows: queries of a block.
-        section, most, scale: as there.
+        section, most, scale, far_share: as there and above.
     """
 
     query: Tensor
@@ -362,6 +362,7 @@ class Reading(NamedTuple):
     section: int
     most: int
     scale: float
+    far_share: float = 1.0
 
 
 def _launch(
@@ -381,10 +382,12 @@ def _launch(
         return (batch * heads * blocks * ceil_divide(rows, meta["TOKENS"]),)
 
     own = given.shared if given.own is None else given.own  # not read
+    per_first = 1 if given.first is None else batch * heads // given.first.numel()
     chosen[grid](
         *(given.query, given.key, given.value, given.shared, own, given.seen, given.far_key, given.far_value),
         *(given.far_log, given.first, given.run, given.order, *tensors),
-        *(blocks, rows, heads, heads // key_heads, length, keys, *sizes, given.most, given.scale),
+        *(blocks, rows, heads, heads // key_heads, length, keys, *sizes, given.most, per_first),
+        *(given.scale, given.far_share),
         *strides(given.query, given.key, given.value, *strided),
         section=given.section,
         **width_constants(*widths),
@@ -421,7 +424,7 @@ def _reading(given: ChosenOperands) -> Reading:
     query, key, value, shared, own, seen, far_key, far_value, far_log, first, run, *options = given
     tokens = [tensor.contiguous().unsqueeze(0) for tensor in (query.flatten(1, 2), key, value, far_key, far_value)]
     others = [tensor.contiguous() for tensor in (far_log, shared, own, seen, first, run)]
-    return Reading._make((*tokens, *others, None, query.shape[2], *options))
+    return Reading._make((*tokens, *others, None, query.shape[2], *options, 1.0))
 
 
 def forward(given: ChosenOperands) -> tuple[Tensor, Tensor]:
@@ -439,7 +442,7 @@ def backward(grad: Tensor, given: ChosenOperands, out: Tensor, lse: Tensor) -> t
 
 @triton.jit(do_not_specialize=["blocks", "rows", "size", "length", "total", "keys", "number", "others"])
 def _search(
-    query, key, seen, taken, columns, found,
+    query, key, seen, taken, columns, starts, found,
     blocks, rows, size, heads, groups, length, total, keys, number, others,
     query_batch, query_head, query_row, key_batch, key_head, key_row,
     section: tl.constexpr, step: tl.constexpr, sink: tl.constexpr,
@@ -449,7 +452,8 @@ def _search(
 
     Of `rows` queries together, `size` see equally many keys; with sections, those before the section of a query, and
     queries are `step` tokens apart. Blocks have taken keys of `others` bins. Of queries, the `columns` of their head
-    are compared. The first bins hold the first `sink` keys. A head has `length` queries, and room for `total`.
+    are compared. The first bins hold the first `sink` keys. A head has `length` queries, the first of them the token
+    at `starts` of its sequence, and room for `total`.
     """
     chunks, tiles = tl.cdiv(number, BINS), tl.cdiv(rows, ROWS)
     program = tl.program_id(0).to(tl.int64)
@@ -463,10 +467,13 @@ def _search(
     if columns is not None:
         column = tl.load(columns + source * width + column, mask=column < width, other=0)
     query += batch * query_batch + head * query_head
-    there = inside[:, None] & (tl.arange(0, WIDTH) < width)[None, :]
-    q = tl.load(query + place[:, None] * query_row + column[None, :], mask=there, other=0.0)
+    real = inside[:, None] & (tl.arange(0, WIDTH) < width)[None, :]
+    q = tl.load(query + place[:, None] * query_row + column[None, :], mask=real, other=0.0)
     if section > 0:
-        limit = tl.where(inside, place * step // section * section, 0).to(tl.int32)
+        token = place * step
+        if starts is not None:
+            token += tl.load(starts + batch)
+        limit = tl.where(inside, token // section * section, 0).to(tl.int32)
     else:
         limit = tl.load(seen + (source * total + place) // size, mask=inside, other=0).to(tl.int32)
     most = tl.max(limit, 0)
@@ -506,6 +513,7 @@ def _find(
     seen: Tensor | None,
     taken: Tensor | None,
     columns: Tensor | None,
+    starts: Tensor | None,
     found: Tensor,
     sizes: tuple[int, int, int],
     **constants: int,
@@ -517,7 +525,7 @@ def _find(
     programs = batch * heads * sizes[0] * ceil_divide(sizes[1], row_tile) * ceil_divide(number, bin_tile)
     if found.numel():
         _search[(programs,)](
-            *(query, key, seen, taken, columns, found, *sizes, heads, heads // key_heads, length),
+            *(query, key, seen, taken, columns, starts, found, *sizes, heads, heads // key_heads, length),
             *(found.shape[2:-1].numel(), keys, number, others, *strides(query, key)),
             **constants,
             width=width,
@@ -535,7 +543,7 @@ def choose(query: Tensor, key: Tensor, seen: Tensor, taken: Tensor | None, numbe
     if taken is None:  # rows of several blocks are searched for together
         sizes = (1, blocks * size, size)
     tokens = query.contiguous().flatten(1, 2).unsqueeze(0), key.contiguous().unsqueeze(0)
-    _find(*tokens, seen.contiguous(), taken, None, found, sizes, section=0, step=1, sink=0)
+    _find(*tokens, seen.contiguous(), taken, None, None, found, sizes, section=0, step=1, sink=0)
     return found[0]
 
 
@@ -548,6 +556,8 @@ def search(
     sink: int = 0,
     taken: Tensor | None = None,
     columns: Tensor | None = None,
+    starts: Tensor | None = None,
+    found: Tensor | None = None,
 ) -> Tensor:
     """Chooses keys of the sections before its own for each query: `[B, H, Z]` blocks' sums of votes, or all queries.
 
@@ -559,17 +569,19 @@ def search(
         sink: keys that all get, the first ones.
         taken: what the blocks chose, int32 `[B, H, Z, K]`; None for the choice of blocks.
         columns: coordinates of queries that are compared with keys, int64 `[B, H, r]`; None for all.
+        starts: token of the first query of each sequence, int64 `[B]`; None for the first one.
+        found: where to write; None for new memory.
 
     Returns:
         int32 `[B, H, Z, number]` or `[B, H, Z, R, number]`; -1 for none.
     """
     batch, heads, length = query.shape[:3]
-    if taken is None:
-        found = query.new_empty(batch, heads, length, number, dtype=torch.int32)
-        sizes, step = (1, length, 1), given.block
-    else:
-        blocks = taken.shape[2]
-        found = query.new_empty(batch, heads, blocks, given.block, number, dtype=torch.int32)
-        sizes, step, taken = (blocks, given.block, 1), 1, taken if taken.shape[3] else None
-    _find(query, key, None, taken, columns, found, sizes, section=given.section, step=step, sink=min(sink, number))
+    sizes, step = (1, length, 1), given.block
+    if taken is not None:
+        sizes, step = (taken.shape[2], given.block, 1), 1
+    shape = (length,) if taken is None else sizes[:2]
+    found = query.new_empty(batch, heads, *shape, number, dtype=torch.int32) if found is None else found
+    taken = taken if taken is not None and taken.shape[3] else None
+    numbers = {"section": given.section, "step": step, "sink": min(sink, number)}
+    _find(query, key, None, taken, columns, starts, found, sizes, **numbers)
     return found

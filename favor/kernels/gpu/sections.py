@@ -17,7 +17,7 @@ from favor.kernels.gpu.common import (
     width_constants,
 )
 from favor.kernels.gpu.nodes import put_back
-from favor.kernels.operands import SectionOptions
+from favor.kernels.operands import SectionOptions, SectionTables
 
 
 @triton.jit(do_not_specialize=["length", "keys"])
@@ -55,7 +55,7 @@ def _find_coordinates(
 
 @triton.jit(do_not_specialize=["length"])
 def _sum_up(
-    key, value, coordinates, index, far_key, far_value, mean, mean_value,
+    key, value, coordinates, index, far_key, far_value,
     heads, groups, length, rank, sections,
     key_batch, key_head, key_row, value_batch, value_head, value_row,
     section: tl.constexpr, width: tl.constexpr, value_width: tl.constexpr, WIDTH: tl.constexpr,
@@ -84,54 +84,129 @@ def _sum_up(
             tl.store(index + ((own * length + first + row) * rank)[:, None] + column[None, :], found, mask=real)
     column = tl.arange(0, WIDTH)
     tl.store(far_key + program * width + column, of_key, mask=column < width)
-    of_key = (of_key / section).to(mean.dtype.element_ty)
-    tl.store(mean + program * width + column, of_key, mask=column < width)
     column = tl.arange(0, VALUE_WIDTH)
     tl.store(far_value + program * value_width + column, of_value, mask=column < value_width)
-    of_value = (of_value / section).to(mean_value.dtype.element_ty)
-    tl.store(mean_value + program * value_width + column, of_value, mask=column < value_width)
 
 
 @triton.jit
 def _collect_votes(
-    query, votes,
-    heads, blocks, query_batch, query_head, query_row,
+    samples, starts, votes,
+    heads, blocks, samples_batch, samples_head, samples_row,
     block: tl.constexpr, step: tl.constexpr, width: tl.constexpr, WIDTH: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """Adds up every so many queries until the first one of each block: so many as a block has."""
+    """Adds up the samples of each block until its first query, `step` tokens apart: as many as a block has."""
     program = tl.program_id(0).to(tl.int64)
     tiles = tl.cdiv(blocks, BLOCKS)
     head, own = program // tiles, program % tiles * BLOCKS + tl.arange(0, BLOCKS)
+    first = own * block
+    if starts is not None:
+        first += tl.load(starts + head // heads) // block * block
     column = tl.arange(0, WIDTH)
-    query += head // heads * query_batch + head % heads * query_head
+    samples += head // heads * samples_batch + head % heads * samples_head
     total = tl.zeros([BLOCKS, WIDTH], tl.float32)
     for back in range(0, block, step):
-        place = own * block - back
+        place = first - back
         there = ((own < blocks) & (place >= 0))[:, None] & (column < width)[None, :]
-        total += tl.load(query + place[:, None] * query_row + column[None, :], mask=there, other=0.0).to(tl.float32)
+        at = samples + (place // step)[:, None] * samples_row + column[None, :]
+        total += tl.load(at, mask=there, other=0.0).to(tl.float32)
     to = votes + (head * blocks + own)[:, None] * width + column[None, :]
     tl.store(to, total.to(votes.dtype.element_ty), mask=(own < blocks)[:, None] & (column < width)[None, :])
 
 
 @triton.jit
-def count_left(
-    shared, starts, far_log,
-    blocks, chosen, sections, block: tl.constexpr, section: tl.constexpr, KEYS: tl.constexpr, SECTIONS: tl.constexpr,
+def _count_left(
+    shared, starts, counts, length, far_log,
+    heads, blocks, chosen, sections,
+    block: tl.constexpr, section: tl.constexpr, KEYS: tl.constexpr, SECTIONS: tl.constexpr,
 ):  # fmt: skip
-    """Takes the logarithm of how many keys of each closed section a block did not choose."""
+    """Takes the logarithm of how many keys of each closed section a block did not choose.
+
+    For one token at `starts`, the `length` of its sequence grows by `counts`.
+    """
     program = tl.program_id(0).to(tl.int64)
-    start = program % blocks * block
+    batch, first = program // blocks // heads, program % blocks * block
     if starts is not None:
-        start += tl.load(starts + program // blocks)
+        first += tl.load(starts + batch)
     place = tl.arange(0, SECTIONS)
     taken = tl.zeros([SECTIONS], tl.int32)
     for begin in range(0, chosen, KEYS):
         index = begin + tl.arange(0, KEYS)
         key = tl.load(shared + program * chosen + index, mask=index < chosen, other=-1)
         taken += tl.histogram(tl.where(key < 0, SECTIONS - 1, key // section), SECTIONS)
-    left = tl.where(place < start // section, section - taken, 0)
+    left = tl.where(place < first // section, section - taken, 0)
     left = tl.where(left > 0, tl.log(tl.maximum(left, 1).to(tl.float32)), float("-inf"))
     tl.store(far_log + program * sections + place, left, mask=place < sections)
+    if length is not None:  # no program reads it
+        grown = first + 1
+        if counts is not None:
+            grown = first + tl.load(counts + batch)
+        tl.store(length + batch, grown)
+
+
+@triton.jit
+def _append(
+    query, key, value, table, values, far_key, far_value, samples, coordinates, index, length, place,
+    heads, groups, rank, slots, sections, keys,
+    query_batch, query_head, key_batch, key_head, value_batch, value_head,
+    section: tl.constexpr, step: tl.constexpr, width: tl.constexpr, value_width: tl.constexpr, WIDTH: tl.constexpr,
+    VALUE_WIDTH: tl.constexpr, RANK: tl.constexpr,
+):  # fmt: skip
+    """Writes one token of a key head, and of its query heads, behind the others; gives its `place` in the sequence."""
+    program = tl.program_id(0).to(tl.int64)
+    batch, head = program // heads, program % heads
+    at = tl.load(length + batch)
+    tl.store(place + batch, at)
+    column = tl.arange(0, WIDTH)
+    real = column < width
+    key += batch * key_batch + head * key_head
+    k = tl.load(key + column, mask=real, other=0.0)
+    tl.store(table + (program * keys + at) * width + column, k, mask=real)
+    of_section = far_key + (program * sections + at // section) * width + column
+    tl.store(of_section, tl.load(of_section, mask=real, other=0.0) + k.to(tl.float32), mask=real)
+    for member in range(0, groups):
+        own = program * groups + member
+        x = tl.load(query + batch * query_batch + (head * groups + member) * query_head + column, mask=real, other=0.0)
+        slot = tl.where(at % step == 0, at // step, slots - 1)  # the last one is for nothing
+        tl.store(samples + (own * slots + slot) * width + column, x, mask=real)
+        searched = tl.arange(0, RANK)
+        chosen = tl.load(coordinates + own * rank + searched, mask=searched < rank, other=0)
+        found = tl.load(key + chosen, mask=searched < rank, other=0.0)
+        tl.store(index + (own * keys + at) * rank + searched, found, mask=searched < rank)
+    column = tl.arange(0, VALUE_WIDTH)
+    real = column < value_width
+    v = tl.load(value + batch * value_batch + head * value_head + column, mask=real, other=0.0)
+    tl.store(values + (program * keys + at) * value_width + column, v, mask=real)
+    of_section = far_value + (program * sections + at // section) * value_width + column
+    tl.store(of_section, tl.load(of_section, mask=real, other=0.0) + v.to(tl.float32), mask=real)
+
+
+def _votes(samples: Tensor, starts: Tensor | None, blocks: int, given: SectionOptions) -> Tensor:
+    """Collects the votes `[B, H, blocks, d]` of samples `[B, H, n, d]`, from the blocks at `starts` `[B]` on."""
+    batch, heads, _, width = samples.shape
+    votes, tile = samples.new_empty(batch, heads, blocks, width), min(power_of_two(blocks), 16)
+    _collect_votes[(batch * heads * ceil_divide(blocks, tile),)](
+        *(samples, starts, votes, heads, blocks, *strides(samples)),
+        block=given.block,
+        step=given.step,
+        width=width,
+        WIDTH=padded_width(width),
+        BLOCKS=tile,
+    )
+    return votes
+
+
+def _left(shared: Tensor, sections: int, given: SectionOptions, *one: Tensor | None) -> Tensor:
+    """Gives the logarithms of the keys left, `[B, H, Z, F]`; for `one` token, with its place, count, and the length."""
+    batch, heads, blocks, number = shared.shape
+    far_log = shared.new_empty(batch, heads, blocks, sections, dtype=torch.float32)
+    _count_left[(batch * heads * blocks,)](
+        *(shared, *(one or (None, None, None)), far_log, heads, blocks, number, sections),
+        block=given.block,
+        section=given.section,
+        KEYS=min(max(power_of_two(max(number, 1)), 16), 1024),
+        SECTIONS=max(power_of_two(sections + 1), 16),
+    )
+    return far_log
 
 
 def forward(query: Tensor, key: Tensor, value: Tensor, given: SectionOptions) -> tuple[Tensor, ...]:
@@ -158,51 +233,68 @@ def forward(query: Tensor, key: Tensor, value: Tensor, given: SectionOptions) ->
         COLUMNS=16,
     )
     sums = [made(key_heads, sections, size) for size in (width, value_width)]
-    means = [made(key_heads, sections, size, dtype=key.dtype) for size in (width, value_width)]
     _sum_up[(batch * key_heads * sections,)](
-        *(key, value, coordinates, index, *sums, *means),
-        *(key_heads, heads // key_heads, length, rank, sections, *strides(key, value)),
+        *(key, value, coordinates, index, *sums, key_heads, heads // key_heads, length, rank, sections),
+        *strides(key, value),
         section=given.section,
         **width_constants(width, value_width),
         RANK=padded_width(rank),
         TOKENS=min(power_of_two(given.section), 64),
     )
-    votes = made(heads, blocks, width, dtype=query.dtype)
-    tile = 16
-    _collect_votes[(batch * heads * ceil_divide(blocks, tile),)](
-        *(query, votes, heads, blocks, *strides(query)),
-        block=given.block,
-        step=given.step,
-        width=width,
-        WIDTH=padded_width(width),
-        BLOCKS=tile,
-    )
+    votes = _votes(query[:, :, :: given.step], None, blocks, given)
     shared = search(votes, key, given, number=number, sink=given.sink)
     own = search(query, index, given, number=number // given.share, taken=shared, columns=coordinates)
-    far_log = made(heads, blocks, sections)
-    count_left[(batch * heads * blocks,)](
-        *(shared, None, far_log, blocks, number, sections),
-        block=given.block,
-        section=given.section,
-        KEYS=min(max(power_of_two(max(number, 1)), 16), 1024),
-        SECTIONS=max(power_of_two(sections + 1), 16),
-    )
-    saved = (*means, far_log, shared, own)
+    saved = (*sums, _left(shared, sections, given), shared, own)
     out, lse = read(_reading(query, key, value, saved, given))
-    return (out, coordinates, index, *sums, lse, *saved)
+    return (out, coordinates, index, *sums, lse, *saved[2:])
 
 
-def _reading(query: Tensor, key: Tensor, value: Tensor, saved: tuple[Tensor, ...], given: SectionOptions) -> Reading:
-    *means, far_log, shared, own = saved
-    marks = (far_log, shared, own if own.shape[-1] else None, None, None, None, None)
-    options = (given.block, given.section, shared.shape[-1], given.scale)
-    return Reading._make((query, key, value, *means, *marks, *options))
+def _reading(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    saved: tuple[Tensor, ...],
+    given: SectionOptions,
+    place: Tensor | None = None,
+) -> Reading:
+    *sums, far_log, shared, own = saved
+    marks = (far_log, shared, own if own.shape[-1] else None, None, place, None, None)
+    options = (given.block, given.section, shared.shape[-1], given.scale, 1 / given.section)
+    return Reading._make((query, key, value, *sums, *marks, *options))
 
 
 def backward(
     grad: Tensor, query: Tensor, key: Tensor, value: Tensor, results: tuple[Tensor, ...], given: SectionOptions
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Computes the gradients of queries, keys and values from that of the output and all that `forward` gave."""
-    out, _, _, _, _, lse, *saved = results
-    of_query, *sums = pull_back(grad, _reading(query, key, value, tuple(saved), given), out, lse)
-    return (of_query, *put_back(None, None, sums, (key, value), results[3].shape[2] * given.section))
+    out, _, _, *sums, lse, far_log, shared, own = results
+    reading = _reading(query, key, value, (*sums, far_log, shared, own), given)
+    of_query, *parts = pull_back(grad, reading, out, lse)
+    return (of_query, *put_back(None, None, parts, (key, value), sums[0].shape[2] * given.section))
+
+
+def step(
+    query: Tensor, key: Tensor, value: Tensor, counts: Tensor | None, tables: SectionTables, given: SectionOptions
+) -> Tensor:
+    """Attends with one more token; the arguments are those of `favor.kernels.landmarks.step`."""
+    (batch, heads, _, width), value_width = query.shape, value.shape[3]
+    key_heads, keys = tables.key.shape[1:3]
+    place, rank, sections = torch.empty_like(tables.length), given.rank(width), tables.far_key.shape[2]
+    _append[(batch * key_heads,)](
+        *(query, key, value, *tables[:8], place),
+        *(key_heads, heads // key_heads, rank, tables.samples.shape[2], sections, keys),
+        *(*query.stride()[:2], *key.stride()[:2], *value.stride()[:2]),
+        section=given.section,
+        step=given.step,
+        **width_constants(width, value_width),
+        RANK=padded_width(rank),
+    )
+    shared = tables.shared
+    if tables.chooses:
+        votes = _votes(tables.samples, place, 1, given)
+        search(votes, tables.key, given, number=shared.shape[3], sink=given.sink, starts=place, found=shared)
+    number, one = shared.shape[3] // given.share, given._replace(block=1)
+    own = search(query, tables.searched, one, number=number, taken=shared, columns=tables.coordinates, starts=place)
+    far_log = _left(shared, sections, given, place, counts, tables.length)
+    saved = (tables.far_key, tables.far_value, far_log, shared, own)
+    return read(_reading(query, tables.key, tables.value, saved, one, place))[0]

@@ -70,7 +70,7 @@ def test_kernels_compile():
 
 RECORD = Path(__file__).with_name("compiled.json")
 recorded = json.loads(RECORD.read_text())
-POINTERS = {torch.float32: "*fp32", torch.float16: "*fp16", torch.bfloat16: "*bf16", torch.int32: "*i32"}
+POINTERS = {torch.float32: "*fp32", torch.int64: "*i64", torch.float16: "*fp16", torch.bfloat16: "*bf16", torch.int32: "*i32"}
 
 
 def _type_of(value):
