@@ -191,7 +191,7 @@ def slowdowns(paths: Sequence[Path], card: str) -> dict[Shape, float]:
 
 
 def exact(shape: Shape, card: str, measured: Mapping[Shape, float]) -> float:
-    """Gives the time of exact attention for a head: as many times the least as at the nearest length that was measured."""
+    """Gives the time of exact attention for a head: as many times the least as at the nearest measured length."""
     known = [own for own in measured if own[1:] == shape[1:]]
     times = measured[min(known, key=lambda own: abs(math.log(own[0] / shape[0])))] if known else 1.0
     return times * seconds(softmax(shape), CARDS[card], 1)[0]

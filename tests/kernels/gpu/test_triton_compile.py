@@ -50,13 +50,10 @@ SHARED = {80: 163, 90: 227, 100: 227}  # memory of a program, in KB
 # Type, width and whether sequences are packed, for the first configuration of all kernels.
 BFLOAT16 = tuple(("bfloat16", width, False) for width in (32, 64, 128, 256))
 FIRST = {80: (*BFLOAT16, ("float32", 128, False)), 90: (*BFLOAT16, ("float16", 64, True)), 100: BFLOAT16}
-# Bytes that the first configuration spills nevertheless, of its variants the most. _chunk_keys holds two rows of a chunk
-# for each key: only chunks of half the size would spill nothing, and would double the states in memory. decode._step and
-# _newton_schulz hold whole matrices. Products of float32 are sums of three, and bfloat16 shares most of their tables.
+# Bytes that the first configuration spills nevertheless, of its variants the most. _chunk_keys holds a square of a
+# chunk twice: chunks of half the size spill less, and double the states in memory. decode._step and _newton_schulz hold
+# whole matrices. Products of float32 are sums of three.
 SPILLED = {
-    "80 float32 128 bidirectional._key_gradients": 1440,
-    "80 float32 128 bidirectional._query_gradients": 896,
-    "80 float32 128 bidirectional._read": 256,
     "80 bfloat16 64 causal._chunk_keys": 40,
     "80 float32 128 causal._chunk_keys": 2616,
     "80 float32 128 causal._chunk_output": 3224,
@@ -65,7 +62,6 @@ SPILLED = {
     "80 float32 128 chosen._read": 16,
     "80 bfloat16 256 decode._step": 208,
     "80 float32 128 steep.steep_queries": 104,
-    "80 float32 128 summary._part": 392,
     "80 bfloat16 64 tokens._newton_schulz": 72,
     "80 bfloat16 128 tokens._newton_schulz": 72,
     "80 float32 128 tokens._newton_schulz": 72,
