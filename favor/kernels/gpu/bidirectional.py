@@ -53,6 +53,9 @@ _BACKWARD_BLOCKS = {
     512: (Blocks(64, 16, 8, 2), Blocks(32, 32, 8, 1)),
     1024: (Blocks(16, 16, 4, 1), Blocks(16, 16, 8, 1)),
 }
+# In place of those above for float32, whose products are sums of three and need their registers.
+_PRECISE = {512: (Blocks(32, 32, 8, 2), Blocks(32, 32, 4, 2))}
+_PRECISE_BACKWARD = {512: (Blocks(16, 16, 8, 1), Blocks(32, 32, 8, 1))}
 
 
 @triton.jit
@@ -295,6 +298,8 @@ def _launch(
     count = problem.sequences * heads
     if not count * longest:
         return
+    if tokens.element_size() == 4:
+        choices = choices | (_PRECISE if kernel is _read else _PRECISE_BACKWARD)
     kernel = tuned(kernel, choices, (width, value.shape[-1]), tokens)
     kernel[lambda block: (count * ceil_divide(longest, block["TOKENS"]),)](
         *tensors,

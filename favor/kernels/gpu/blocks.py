@@ -210,7 +210,7 @@ class States(NamedTuple):
 
 _BLOCKS = {
     128: (Blocks(64, 128, 8, 3), Blocks(128, 128, 8, 3), Blocks(64, 128, 4, 3), Blocks(64, 64, 4, 3)),
-    256: (Blocks(64, 128, 8, 3), Blocks(32, 128, 8, 3), Blocks(64, 64, 4, 3), Blocks(32, 64, 4, 3)),
+    256: (Blocks(32, 128, 8, 3), Blocks(64, 128, 8, 3), Blocks(64, 64, 4, 3), Blocks(32, 64, 4, 3)),
     512: (Blocks(32, 64, 8, 2), Blocks(16, 64, 4, 2)),
     1024: (Blocks(16, 32, 4, 2), Blocks(32, 32, 8, 1)),
 }

@@ -47,8 +47,8 @@ from favor.kernels.gpu.steep import launch_steep, steep_keys, steep_output, stee
 from favor.kernels.operands import Geometry, Gradients, Operands, Result
 
 _BLOCKS = {
-    128: (Blocks(None, 64, 8, 3), Blocks(None, 64, 8, 2), Blocks(None, 32, 8, 3), Blocks(None, 64, 8, 1)),
-    256: (Blocks(None, 64, 8, 2), Blocks(None, 32, 8, 2), Blocks(None, 32, 4, 2), Blocks(None, 32, 4, 3)),
+    128: (Blocks(None, 32, 8, 3), Blocks(None, 64, 8, 2), Blocks(None, 64, 8, 1)),
+    256: (Blocks(None, 32, 8, 2), Blocks(None, 64, 8, 2), Blocks(None, 32, 4, 2)),
     512: (Blocks(None, 32, 8, 2), Blocks(None, 32, 4, 2)),
     1024: (Blocks(None, 16, 8, 1), Blocks(None, 16, 4, 1)),
 }
@@ -59,8 +59,8 @@ _QUERY_BLOCKS = {
     1024: (Blocks(None, 16, 8, 1), Blocks(None, 16, 4, 1)),
 }
 _KEY_BLOCKS = {
-    128: (Blocks(None, 32, 8, 3), Blocks(None, 64, 8, 1), Blocks(None, 32, 8, 2), Blocks(None, 64, 8, 2)),
-    256: (Blocks(None, 32, 8, 2), Blocks(None, 32, 8, 1), Blocks(None, 32, 4, 2), Blocks(None, 64, 8, 1)),
+    128: (Blocks(None, 16, 8, 1), Blocks(None, 32, 8, 1), Blocks(None, 32, 8, 3)),
+    256: (Blocks(None, 32, 8, 1), Blocks(None, 32, 8, 2)),
     512: (Blocks(None, 32, 8, 2), Blocks(None, 32, 8, 1)),
     1024: (Blocks(None, 16, 8, 1), Blocks(None, 16, 4, 1)),
 }

@@ -218,8 +218,8 @@ class States(NamedTuple):
 
 
 _BLOCKS = {
-    128: (Blocks(None, 64, 4, 2), Blocks(None, 64, 4, 3), Blocks(None, 128, 8, 2), Blocks(None, 32, 4, 3)),
-    256: (Blocks(None, 64, 4, 2), Blocks(None, 64, 4, 3), Blocks(None, 64, 8, 3), Blocks(None, 32, 4, 3)),
+    128: (Blocks(None, 32, 8, 2), Blocks(None, 64, 8, 2), Blocks(None, 128, 8, 2), Blocks(None, 32, 4, 3)),
+    256: (Blocks(None, 64, 8, 2), Blocks(None, 64, 8, 3), Blocks(None, 32, 4, 3)),
     512: (Blocks(None, 64, 8, 2), Blocks(None, 32, 4, 2)),
     1024: (Blocks(None, 32, 8, 1), Blocks(None, 16, 4, 1)),
 }

@@ -240,7 +240,7 @@ def steep_keys(
 def launch_steep(
     kernel: Any, problem: Problem, heads: int, tensors: tuple[Any, ...], strided: tuple[Tensor, ...]
 ) -> None:
-    """Launches `kernel` for all chunks, up to 32 rows of a chunk in a program."""
-    rows = min(problem.chunk, 32)
+    """Launches `kernel` for all chunks, 16 or 32 rows of a chunk in a program; wide rows are in chunks of up to 32."""
+    rows = max(16, min(problem.chunk // 2, 32))
     programs = problem.programs(heads) * (problem.chunk // rows)
-    problem.launch(kernel, programs, tensors, strided, FEATURES=_FEATURES, ROWS=rows)
+    problem.launch(kernel, programs, tensors, strided, FEATURES=_FEATURES, ROWS=rows, num_warps=8)

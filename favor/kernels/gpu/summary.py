@@ -39,11 +39,12 @@ from favor.kernels.gpu.common import (
 )
 
 _BLOCKS = {
-    128: (Blocks(64, 128, 4, 2), Blocks(128, 64, 4, 3), Blocks(128, 128, 4, 3), Blocks(64, 128, 8, 3)),
+    128: (Blocks(64, 128, 8, 3), Blocks(64, 128, 4, 2), Blocks(128, 64, 4, 3)),
     256: (Blocks(64, 128, 8, 3), Blocks(32, 128, 8, 3), Blocks(64, 64, 4, 3), Blocks(32, 64, 4, 3)),
     512: (Blocks(32, 64, 8, 2), Blocks(16, 64, 4, 2)),
     1024: (Blocks(16, 32, 4, 2), Blocks(32, 32, 8, 1)),
 }
+_PRECISE = _BLOCKS | {512: (Blocks(16, 32, 4, 2),)}  # for float32, whose products are sums of three
 
 
 class Summaries(NamedTuple):
@@ -252,7 +253,8 @@ def collect(
     if not count:
         return parts
     length = max_length if cumulative is not None else total_length
-    kernel = tuned(_part, _BLOCKS, (width, value_width), tokens)
+    choices = _PRECISE if tokens.element_size() == 4 else _BLOCKS
+    kernel = tuned(_part, choices, (width, value_width), tokens)
     kernel[lambda block: (count * ceil_divide(features, block["FEATURES"]),)](
         *(directions, tokens, bias, values, extra, cumulative, *parts[:3]),
         *(length, total_length, heads, heads // key_heads, features, splits),

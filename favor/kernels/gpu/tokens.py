@@ -19,7 +19,11 @@ from favor.kernels.gpu.common import (
     strides,
 )
 
-_TOKENS = 64
+
+def _tile(width: int, tokens: int) -> dict[str, int]:
+    """Gives the rows of a program, with their width: `tokens`, or for wide rows so few that registers hold a matrix."""
+    padded = padded_width(width)
+    return {"width": width, "WIDTH": padded, "TOKENS": tokens if padded <= 64 else 16, "num_warps": 8}
 
 
 @triton.jit
@@ -128,14 +132,13 @@ def form(
     if not out.numel():
         return out
     with torch.cuda.device_of(rows):
-        _form[(batch * heads * ceil_divide(length, _TOKENS),)](
+        tile = _tile(width, 64)
+        _form[(batch * heads * ceil_divide(length, tile["TOKENS"]),)](
             *(rows, matrix, shift, linear, hidden, grad, out, weight, length, heads),
             *(*strides(rows), *matrix_strides, *shift_strides, *linear_strides),
             length if hidden is not None and hidden.shape[0] > 1 else 0,
             *((0, 0, 0) if grad is None else strides(out)),
-            width=width,
-            WIDTH=padded_width(width),
-            TOKENS=_TOKENS,
+            **tile,
         )
     return out
 
@@ -205,7 +208,7 @@ def moments(rows: Tensor, weights: Tensor | None) -> tuple[Tensor, Tensor]:
     second = pivot.new_empty(batch, heads, splits, width, width)
     with torch.cuda.device_of(rows):
         arguments = (rows, weights, pivot, first, second, length, heads, splits, *strides(rows))
-        _sums[(batch * heads * splits,)](*arguments, width=width, WIDTH=padded_width(width), TOKENS=_TOKENS)
+        _sums[(batch * heads * splits,)](*arguments, **_tile(width, 32))
     moved = first.sum(2) * share
     return pivot + moved, second.sum(2) * share.unsqueeze(-1) - moved.unsqueeze(-1) * moved.unsqueeze(-2)
 

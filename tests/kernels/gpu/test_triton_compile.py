@@ -2,7 +2,8 @@
 
 This needs a process of its own: in the others, kernels are defined for Triton's interpreter. To compile all takes
 minutes, so compiled.json keeps what came of it, by a hash of the source, the types, the constants and the release of
-Triton: only what changed is compiled again. Started as a program with `--record`, this file writes compiled.json anew.
+Triton: only what changed is compiled again. Started as a program with `--record`, this file writes compiled.json anew,
+and compiled.md: what each kernel takes in the first of its configurations, which runs untimed for small work.
 """
 
 import hashlib
@@ -12,6 +13,7 @@ import re
 import subprocess
 import sys
 import tempfile
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from itertools import product
 from pathlib import Path
@@ -44,6 +46,38 @@ CHOSEN = {
     80: (("bfloat16", 256, 64, 256), ("float32", 128, 16, 0)),
     90: (("bfloat16", 64, 64, 256), ("float16", 256, 1, 256)),
 }
+SHARED = {80: 163, 90: 227, 100: 227}  # memory of a program, in KB
+# Type, width and whether sequences are packed, for the first configuration of all kernels.
+BFLOAT16 = tuple(("bfloat16", width, False) for width in (32, 64, 128, 256))
+FIRST = {80: (*BFLOAT16, ("float32", 128, False)), 90: (*BFLOAT16, ("float16", 64, True)), 100: BFLOAT16}
+# Bytes that the first configuration spills nevertheless, of its variants the most. _chunk_keys holds a square of a
+# chunk twice: chunks of half the size spill less, and double the states in memory. decode._step and _newton_schulz hold
+# whole matrices. Products of float32 are sums of three.
+SPILLED = {
+    "80 bfloat16 64 causal._chunk_keys": 40,
+    "80 float32 128 causal._chunk_keys": 2616,
+    "80 float32 128 causal._chunk_output": 3224,
+    "80 float32 128 causal._chunk_queries": 944,
+    "80 bfloat16 128 chosen._gradients": 128,
+    "80 float32 128 chosen._read": 16,
+    "80 bfloat16 256 decode._step": 208,
+    "80 float32 128 steep.steep_queries": 104,
+    "80 bfloat16 64 tokens._newton_schulz": 72,
+    "80 bfloat16 128 tokens._newton_schulz": 72,
+    "80 float32 128 tokens._newton_schulz": 72,
+    "80 bfloat16 64 window._key_gradients": 8,
+    "80 float32 128 window._key_gradients": 72,
+    "80 bfloat16 64 window._query_gradients": 8,
+    "80 float32 128 window._query_gradients": 8,
+    "90 bfloat16 64 causal._chunk_keys": 120,
+    "90 bfloat16 128 causal._chunk_keys": 192,
+    "90 float16 64 causal._chunk_keys": 224,
+    "90 bfloat16 256 decode._step": 200,
+    "90 float16 64 window._key_gradients": 40,
+    "100 bfloat16 64 causal._chunk_keys": 64,
+    "100 bfloat16 32 chunks._chunk_states": 40,
+    "100 bfloat16 256 decode._step": 232,
+}
 
 
 # The kernels of each kind; the tensor cores of Hopper run at full speed only with the instruction wgmma.
@@ -64,11 +98,14 @@ def test_kernels_compile():
     for (kind, expected), capability in product(NAMES.items(), CASES):
         if capability == 80:
             expected = {name.split(":")[0] for name in expected}
-        names = [name.split(":") for name in found[f"{kind} {capability}"]]
+        names = [name.split(".")[1].split(":") for name in found[f"{kind} {capability}"]]
         assert expected <= {":".join(name[:parts]) for name in names for parts in (1, 2)}
+    spilled, text = table(found)
+    assert spilled == SPILLED
+    assert text == TABLE.read_text()
 
 
-RECORD = Path(__file__).with_name("compiled.json")
+RECORD, TABLE = Path(__file__).with_name("compiled.json"), Path(__file__).with_name("compiled.md")
 recorded = json.loads(RECORD.read_text())
 POINTERS = {torch.float32: "*fp32", torch.int64: "*i64", torch.float16: "*fp16", torch.bfloat16: "*bf16", torch.int32: "*i32"}
 
@@ -82,22 +119,24 @@ def _type_of(value):
 
 
 def compile_one(source, capability, options):
-    """Name of a compiled kernel, its instruction, registers and spilled bytes; it has to fit into shared memory."""
+    """Name of a compiled kernel, its instruction, registers, spilled and shared bytes; it has to fit."""
     kernel = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
     assert kernel.asm["cubin"]
-    assert kernel.metadata.shared <= {80: 163, 90: 227}[capability] * 1024, kernel.metadata
+    assert kernel.metadata.shared <= SHARED[capability] * 1024, kernel.metadata
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(kernel.asm["cubin"])
         file.flush()
         program = triton.knobs.nvidia.cuobjdump.path
         said = subprocess.check_output([program, "--dump-resource-usage", file.name], text=True)
     registers, spills = (int(re.search(rf"{word}:(\d+)", said)[1]) for word in ("REG", "STACK"))
-    return f"{kernel.metadata.name}:{'wgmma' if 'wgmma' in kernel.asm['ptx'] else 'other'}:{registers}:{spills}"
+    name = f"{source.fn.fn.__module__.split('.')[-1]}.{kernel.metadata.name}"
+    instruction = "wgmma" if "wgmma" in kernel.asm["ptx"] else "other"
+    return f"{name}:{instruction}:{registers}:{spills}:{kernel.metadata.shared}"
 
 
 @contextmanager
-def compiling(capability):
-    """Compiles what is launched, in all configurations: gives, by the hash of each kernel, what `compile_one` says."""
+def compiling(capability, every):
+    """Compiles what is launched, in all configurations or the first: gives, by hash, what `compile_one` says."""
     compiled = {}
 
     def launch(self, *args, grid, warmup, **kwargs):
@@ -121,60 +160,64 @@ def compiling(capability):
         for config in self.configs:
             self.fn.run(*args, **kwargs, **config.all_kwargs())
 
-    every = patch("favor.kernels.gpu.common.FEW_ROWS", 0)
-    with every, patch.object(JITFunction, "run", launch), patch.object(Autotuner, "run", tune):
+    few_rows = patch("favor.kernels.gpu.common.FEW_ROWS", 0 if every else 2**16)
+    with few_rows, patch.object(JITFunction, "run", launch), patch.object(Autotuner, "run", tune):
         yield compiled
 
 
-def compile_chosen(capability):
+def compile_chosen(kind, width, rows, section):
     """Compiles the kernels of chosen keys: the search of blocks, the search of each query, and attention."""
 
     def places(*shape):
         return torch.zeros(shape, dtype=torch.int32)
 
-    for kind, width, rows, section in CHOSEN[capability]:
+    def tokens(*shape):
+        return torch.zeros(*shape, width, dtype=getattr(torch, kind))
 
-        def tokens(*shape, width=width, kind=kind):
-            return torch.zeros(*shape, width, dtype=getattr(torch, kind))
-
-        query, key, shared = tokens(2, 2, rows), tokens(1, 512), places(2, 2, 32)
-        marks = (shared, places(2, 2, rows, 4), places(2, 2))
-        far = (tokens(1, 2), tokens(1, 2), torch.zeros(2, 2, 2))
-        given = ChosenOperands(query, key, key, *marks, *far, places(2), places(2) + 1, section, 32, width**-0.5)
-        out, lse = chosen.forward(given)
-        chosen.backward(out, given, out, lse)
-        chosen.choose(query, key, given.seen, None, 64)
-        chosen.choose(query[..., : width // 4], key[..., : width // 4], given.seen, shared, 64)
+    query, key, shared = tokens(2, 2, rows), tokens(1, 512), places(2, 2, 32)
+    marks = (shared, places(2, 2, rows, 4), places(2, 2))
+    far = (tokens(1, 2), tokens(1, 2), torch.zeros(2, 2, 2))
+    given = ChosenOperands(query, key, key, *marks, *far, places(2), places(2) + 1, section, 32, width**-0.5)
+    out, lse = chosen.forward(given)
+    chosen.backward(out, given, out, lse)
+    chosen.choose(query, key, given.seen, None, 64)
+    chosen.choose(query[..., : width // 4], key[..., : width // 4], given.seen, shared, 64)
 
 
-def compile_windowed(capability):
+def compile_windowed(kind, width, packed, is_causal):
     """Compiles the kernels of windowed attention."""
-    for kind, width, packed, is_causal in WINDOWED[capability]:
-        inputs, grad = make(kind, width, packed)
-        operands = Operands(*inputs[:7], torch.zeros(1, 4, 256))
-        bundles = operands, Geometry(*inputs[7:], is_causal, 64, width**-0.5)
-        window.backward(grad, *bundles, window.forward(*bundles))
+    inputs, grad = make(kind, width, packed)
+    operands = Operands(*inputs[:7], torch.zeros(1, 4, 256))
+    bundles = operands, Geometry(*inputs[7:], is_causal, 64, width**-0.5)
+    window.backward(grad, *bundles, window.forward(*bundles))
 
 
-def compile_all(capability):
+def compile_plain(kind, width, packed):
     """Compiles the other kernels."""
-    for kind, width, packed in CASES[capability]:
-        inputs, grad = make(kind, width, packed)
-        for module in (bidirectional, causal):
-            bundles = Operands(*inputs[:7]), Geometry(*inputs[7:])
-            module.backward(grad, *bundles, module.forward(*bundles))
-        tokens, (*parameters, bias) = [tensor[:, :, :1] for tensor in inputs[:3]], inputs[3:7]
-        offset, value = parameters[2], inputs[2]
-        state = (offset.clone(), value.new_zeros(*offset.shape, value.shape[3], dtype=offset.dtype))
-        decode.decode(*tokens, *parameters, bias[:, :, :1].contiguous(), *state)
-        if width > 128:
-            continue
-        rows, matrix = inputs[0], inputs[3][..., :width, :].repeat_interleave(2, 1)
-        terms = (matrix, matrix[..., 0], matrix[..., 1], 0.5, None)
-        triton_tokens.form(rows, *terms)
-        triton_tokens.form(rows, *terms, rows[..., 0].float())
-        _, covariance = triton_tokens.moments(rows, rows[..., 0].float())
-        triton_tokens.newton_schulz(covariance[..., :64, :64], 14)
+    inputs, grad = make(kind, width, packed)
+    for module in (bidirectional, causal):
+        bundles = Operands(*inputs[:7]), Geometry(*inputs[7:])
+        module.backward(grad, *bundles, module.forward(*bundles))
+    tokens, (*parameters, bias) = [tensor[:, :, :1] for tensor in inputs[:3]], inputs[3:7]
+    offset, value = parameters[2], inputs[2]
+    state = (offset.clone(), value.new_zeros(*offset.shape, value.shape[3], dtype=offset.dtype))
+    decode.decode(*tokens, *parameters, bias[:, :, :1].contiguous(), *state)
+    if width > 128:
+        return
+    rows, matrix = inputs[0], inputs[3][..., :width, :].repeat_interleave(2, 1)
+    terms = (matrix, matrix[..., 0], matrix[..., 1], 0.5, None)
+    triton_tokens.form(rows, *terms)
+    triton_tokens.form(rows, *terms, rows[..., 0].float())
+    _, covariance = triton_tokens.moments(rows, rows[..., 0].float())
+    triton_tokens.newton_schulz(covariance[..., :64, :64], 14)
+
+
+def compile_every_kind(*case):
+    """Compiles all kernels."""
+    compile_plain(*case)
+    compile_windowed(*case, False)
+    compile_windowed(*case, True)
+    compile_chosen(*case[:2], 64, 256)
 
 
 def make(kind, width, packed):
@@ -191,17 +234,56 @@ def make(kind, width, packed):
     return inputs, tokens(4)
 
 
+KINDS = {"plain": compile_plain, "windowed": compile_windowed, "chosen": compile_chosen, "first": compile_every_kind}
+ALL = {"plain": CASES, "windowed": WINDOWED, "chosen": CHOSEN, "first": FIRST}
+PLACES = [(kind, *place) for kind, cases in ALL.items() for place in cases.items()]
+PLACES = [(kind, capability, case) for kind, capability, cases in PLACES for case in cases]
+
+
+def compile_place(place):
+    """Compiles the kernels of a kind for one GPU and one case: gives them by hash."""
+    kind, capability, case = place
+    with compiling(capability, every=kind != "first") as kernels:
+        KINDS[kind](*case)
+    return kernels
+
+
+TITLE = """# First configurations
+
+Registers, spilled bytes and KB of shared memory of each kernel in the first of its configurations, which runs untimed
+for small work; of several variants the most of each. Written by
+`python tests/kernels/gpu/test_triton_compile.py --record`.
+"""
+
+
+def table(found):
+    """Gives the spilled bytes of first configurations that spill, and the text of compiled.md."""
+    spilled, text = {}, TITLE
+    for capability, cases in FIRST.items():
+        rows, columns = {}, [f"{kind} {width}" for kind, width, _ in cases]
+        for column, one in ((name, one) for name in columns for one in found[f"first {capability} {name}"]):
+            name, _, *numbers = one.split(":")
+            own = rows.setdefault(name, {})
+            own[column] = tuple(map(max, own.get(column, (0, 0, 0)), map(int, numbers)))
+        text += f"\n## sm_{capability}\n\n| kernel | {' | '.join(columns)} |\n| --- |{' ---: |' * len(columns)}\n"
+        for name, own in sorted(rows.items()):
+            cells = [f"{own[c][0]}, {own[c][1]}, {own[c][2] / 1024:.0f}" if c in own else "" for c in columns]
+            text += f"| {name} | {' | '.join(cells)} |\n"
+            spilled |= {f"{capability} {column} {name}": numbers[1] for column, numbers in own.items() if numbers[1]}
+    return spilled, text
+
+
 if __name__ == "__main__":
-    kinds = {"plain": compile_all, "windowed": compile_windowed, "chosen": compile_chosen}
-    found = {}
-    for (kind, compile_kind), capability in product(kinds.items(), CASES):
-        with compiling(capability) as found[f"{kind} {capability}"]:
-            compile_kind(capability)
+    found, everything = {}, {}
+    with ProcessPoolExecutor(os.cpu_count()) as pool:
+        for (kind, capability, case), kernels in zip(PLACES, pool.map(compile_place, PLACES), strict=True):
+            place = " ".join(map(str, (kind, capability, *(case[:2] if kind == "first" else ()))))
+            found[place] = sorted({*found.get(place, ()), *kernels.values()})
+            everything |= kernels
     if "--record" in sys.argv:
-        everything = {case: name for kernels in found.values() for case, name in kernels.items()}
         RECORD.write_text(json.dumps(everything, indent=0, sort_keys=True) + "\n")
-        for place, kernels in found.items():
-            for name in sorted(set(kernels.values())):
-                print("{:14} {:22} {:6} registers {:>4}, spilled bytes {:>5}".format(place, *name.split(":")))
+        spilled, text = table(found)
+        TABLE.write_text(text)
+        print("\n".join(f"{place} spills {number} bytes" for place, number in spilled.items()))
     else:
-        print(json.dumps({place: sorted(set(kernels.values())) for place, kernels in found.items()}))
+        print(json.dumps(found))
