@@ -154,8 +154,8 @@ def _load_means(q, key, value, log, begin, means, share, factor, width: tl.const
     place = (begin + tl.arange(0, FEATURES)).to(tl.int64)
     shift = tl.load(log + place, mask=place < means, other=float("-inf")).to(tl.float32) * LOG2E
     seen = shift > float("-inf")
-    k = (_gather(key, place, width, seen, width, q.shape[1]) * share).to(q.dtype)
-    v = (_gather(value, place, value_width, seen, value_width, VALUE_WIDTH) * share).to(q.dtype)
+    k = (_gather(key, place, width, seen, width, q.shape[1]).to(tl.float32) * share).to(q.dtype)
+    v = (_gather(value, place, value_width, seen, value_width, VALUE_WIDTH).to(tl.float32) * share).to(q.dtype)
     return place, seen, k, v, contract(q, k) * factor + shift[None, :]
 
 
