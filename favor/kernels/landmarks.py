@@ -175,7 +175,7 @@ def node_attention(
 
     Args:
         query: `[B, H, L, d]`, padding at the end.
-        key, value: `[B, Hk, S, d]` and `[B, Hk, S, dv]`, padding at the end, zeros.
+        key, value: `[B, Hk, S, d]` and `[B, Hk, S, dv]`, padding at the end.
         lengths, key_lengths: how many queries and how many keys count, int64 `[B]`; None if all do.
         options: the numbers of the call.
         kernel: a kernel for which `is_fused` is true.

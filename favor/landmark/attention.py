@@ -68,6 +68,9 @@ def attend(family: Landmarks, query: Tensor, key: Tensor, value: Tensor, call: A
     if 0 in (batch, length, keys):
         zeros = query[..., :0].sum(-1, keepdim=True) + key[..., :0].sum() + value[..., :0].sum()  # a part of the graph
         return zeros.expand(-1, -1, -1, value.shape[-1])
+    is_one_operator = is_fused(call.kernel, query, value)
+    if is_one_operator and not call.is_causal:
+        return bidirectional.fused(query, key, value, call)
     if call.key_mask is not None:
         hidden = ~call.key_mask[:, None, :, None]
         key, value = key.masked_fill(hidden, 0.0), value.masked_fill(hidden, 0.0)  # whatever padding holds
@@ -76,9 +79,7 @@ def attend(family: Landmarks, query: Tensor, key: Tensor, value: Tensor, call: A
         query, key, value = query.to(raised), key.to(raised), value.to(raised)
     if call.state is not None:
         return kept.attention(query, key, value, call)
-    if is_fused(call.kernel, query, value) and not call.is_causal:
-        return bidirectional.fused(query, key, value, call)
-    if is_fused(call.kernel, query, value) and length == keys:
+    if is_one_operator and length == keys:
         return causal.fused(query, key, value, call)[0]
     counts = counted(call.query_padding(length, keys), query), counted(call.key_mask, key)
     if call.is_causal:

@@ -90,9 +90,13 @@ def attention(
 
 
 def fused(query: Tensor, key: Tensor, value: Tensor, call: AttentionCall) -> Tensor:
-    """Computes `attention` of whole heads, `[B, H, L, d]` and `[B, Hk, S, d]`, by one operator."""
+    """Computes `attention` of whole heads, `[B, H, L, d]` and `[B, Hk, S, d]`, by one operator.
+
+    Padding is at the end, and may hold anything; that of queries is finite.
+    """
     padding = call.query_padding(query.shape[2], key.shape[2])
-    lengths, key_lengths = (None if mask is None else mask.sum(1) for mask in (padding, call.key_mask))
+    key_lengths = None if call.key_mask is None else call.key_mask.sum(1)
+    lengths = key_lengths if padding is call.key_mask else None if padding is None else padding.sum(1)
     block = _ROWS if not call.selected_keys else BLOCK if call.use_statistics else 1
     options = NodeOptions(
         means=call.num_features,

@@ -140,7 +140,8 @@ def _nearest(
     batch, first = head // heads, tile * TOKENS
     row = first + tl.arange(0, TOKENS)
     rows += batch * rows_batch + head % heads * rows_head + first * rows_row
-    r = load_rows(rows, rows_row, row < length, width, TOKENS, WIDTH).to(tl.float32)
+    is_real = row < count_of(lengths, batch, length)
+    r = load_rows(rows, rows_row, is_real, width, TOKENS, WIDTH).to(tl.float32)
     best = tl.full([TOKENS], float("-inf"), tl.float32)
     found = tl.zeros([TOKENS], tl.int32)
     for begin in range(0, CENTRES, STEP):
@@ -151,7 +152,7 @@ def _nearest(
         found = tl.where(top > best, begin + tl.argmax(scores, 1), found)
         best = tl.maximum(best, top)
     code = tl.load(rank + head * CENTRES + found)
-    code = tl.where(row < count_of(lengths, batch, length), code, CENTRES)
+    code = tl.where(is_real, code, CENTRES)
     tl.store(codes + head * length + row, code, mask=row < length)
     for begin in range(0, BINS, STEP):
         bins = begin + tl.arange(0, STEP)
