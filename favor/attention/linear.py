@@ -8,18 +8,19 @@ from __future__ import annotations
 
 import math
 import warnings
-from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from favor.attention.forms import Form
 from favor.attention.functional import AttentionCall, method
 from favor.attention.packing import Packing
 from favor.features import Moments, Parameters, PositiveFeatures
 from favor.features.linalg import joined
 from favor.kernels import extend, linear_attention
-from favor.kernels.dispatch import fuses, is_transformed, kernel_module
+from favor.kernels.dispatch import fuses, is_tracing, kernel_module, pick, plain
 
 
 @method(PositiveFeatures)
@@ -36,11 +37,14 @@ def attend(family: PositiveFeatures, query: Tensor, key: Tensor, value: Tensor, 
         parameters = parameters.corrected(_checked("correction", call.correction, omega))
     if parameters.directions is not None:
         omega = parameters.directions * scale**0.5
-    query_directions, key_directions, offset = family.directions(omega, parameters, scale**0.5)
+    if state is None and _rounds(query, key, value, parameters, call):
+        query_directions, key_directions, offset = _rounded(family, key, omega, parameters, call)
+    else:
+        query_directions, key_directions, offset = family.directions(omega, parameters, scale**0.5)
     if offset.ndim == 2:
         query_directions, key_directions, offset = query_directions[None], key_directions[None], offset[None]
-    hidden = None if call.key_mask is None else ~call.key_mask[:, None, :]
-    bias = key_bias(family.alpha, key, parameters, scale, hidden, packing)
+    seen = None if call.key_mask is None else call.key_mask[:, None, :]
+    bias = key_bias(family.alpha, key, parameters, scale, seen, packing)
     options: dict[str, Any] = {} if packing is None else packing.for_kernel()
     if call.window:
         own = query_bias(query, parameters, key.shape[1], omega.shape[-2], scale, packing)
@@ -51,6 +55,41 @@ def attend(family: PositiveFeatures, query: Tensor, key: Tensor, value: Tensor, 
     if state is not None:
         state.begin(key, value, key_directions, bias, call.window, call.kernel)
     return linear_attention(*operands, is_causal=call.is_causal, kernel=call.kernel, **options)
+
+
+def _rounds(query: Tensor, key: Tensor, value: Tensor, parameters: Parameters, call: AttentionCall) -> bool:
+    """Tells whether the kernel takes directions in the type of the tokens, which one launch can then write."""
+    if any(tensor.requires_grad for tensor in parameters.tensors()):
+        return False
+    return fuses(key) and fuses(query) and pick(call.kernel, query, value) == "triton"
+
+
+def _rounded(
+    family: PositiveFeatures, key: Tensor, omega: Tensor, parameters: Parameters, call: AttentionCall
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gives what `family.directions` gives, with directions in the type of the tokens."""
+    bare = parameters.directions is None and parameters.log_weights is None and parameters.shift is None
+    if parameters.form == "identity" and bare and not parameters.maps:
+        rounded = call.directions(family, key, call.scale**0.5, key.dtype)
+        return rounded, rounded, _kept("zeros", omega.shape[:-1], omega.dtype, omega.device)
+    return kernel_module("triton", "parameters").directions(omega, parameters, call.scale**0.5, key.dtype)
+
+
+@lru_cache(maxsize=64)
+def _kept(name: str, sizes: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Makes a constant once; nobody may change it."""
+    with torch.inference_mode(False), torch.no_grad():
+        constant: Tensor = getattr(torch, name)(*sizes, dtype=dtype, device=device)
+        return constant
+
+
+def _identity(omega: Tensor) -> Parameters:
+    """Gives G = L = I, without a launch."""
+    head_dim = omega.shape[-1]
+    if is_tracing(omega) or not plain(omega):
+        return Parameters.identity(head_dim, dtype=omega.dtype, device=omega.device)
+    eye = _kept("eye", (head_dim,), omega.dtype, omega.device)
+    return Parameters(eye, eye, eye, maps=False, form="identity")
 
 
 def _checked(name: str, given: Parameters, omega: Tensor) -> Parameters:
@@ -71,6 +110,8 @@ def _parameters(family: PositiveFeatures, query: Tensor, key: Tensor, omega: Ten
     """Gives parameters for these tokens, `[B, Hk, ...]`, or those that need no data."""
     head_dim, packing = omega.shape[-1], call.packing
     if not family.needs_statistics:
+        if type(family).fit_moments is PositiveFeatures.fit_moments:
+            return _identity(omega)
         mean, cov = (omega.new_zeros(()).expand(shape) for shape in ((head_dim,), (head_dim, head_dim)))
         return family.fit_moments(Moments(mean, mean, cov, cov))
     if call.is_causal or not call.use_statistics:
@@ -79,7 +120,7 @@ def _parameters(family: PositiveFeatures, query: Tensor, key: Tensor, omega: Ten
             "this sequence would let its tokens see later ones, and those of FAVOR+ (A = 0, B = I) need no data.",
             stacklevel=4,
         )
-        return Parameters.identity(head_dim, dtype=omega.dtype, device=omega.device)
+        return _identity(omega)
     if packing is None:
         return family.fit_moments(_moments(family, query, key, call))
     return family.fit_moments(Moments.cat([_moments(family, q, k, call) for q, k in packing.split(query, key)]))
@@ -96,16 +137,15 @@ def _moments(family: PositiveFeatures, query: Tensor, key: Tensor, call: Attenti
 
 
 def key_bias(
-    alpha: float, key: Tensor, params: Parameters, scale: float, hidden: Tensor | None, packing: Packing | None
+    alpha: float, key: Tensor, params: Parameters, scale: float, seen: Tensor | None, packing: Packing | None
 ) -> Tensor:
-    """Gives the quadratic term of the keys, `[B, Hk, S]`, -inf where hidden `[B, 1, S]`, which has no gradient."""
+    """Gives the quadratic term of the keys `[B, Hk, S]`; -inf, without gradient, if they are not seen `[B, 1, S]`."""
     root, dtype = scale**0.5, params.factor.dtype
     if not params.maps and params.shift is None:
-        return _Form(None, weight=scale * (alpha - 0.5))(key, hidden, dtype)
+        return Form(None, weight=scale * (alpha - 0.5))(key, seen, dtype)
     biases = []
     for rows, own in _pairs(key, params, packing, "key_lengths"):
-        shift = None if own.shift is None else own.shift / root
-        biases.append(_Form(root * own.inverse, shift, weight=scale * alpha)(rows, hidden, dtype))
+        biases.append(Form(own.inverse, own.shift, weight=scale * alpha, root=root)(rows, seen, dtype))
     return joined(biases, 2)
 
 
@@ -117,18 +157,13 @@ def query_bias(
     It is log det(Sigma)/2 - |G x|^2/2 + x . b - log M, the part of log(f_1 f_2) / M that depends on the query alone,
     which normalised attention can drop as long as every weight is an estimate.
     """
-    root, dtype = scale**0.5, params.factor.dtype
+    dtype, groups = params.factor.dtype, query.shape[1] // key_heads
     biases = []
     for rows, own in _pairs(query, params, packing, "query_lengths"):
-        # The queries that share a key head are rows of it.
-        shared = rows.unflatten(1, (key_heads, -1)).flatten(2, 3)
-        linear = None if own.shift is None else root * own.shift
-        if own.maps:
-            form = _Form(root * own.transform.transpose(-1, -2), linear=linear)
-        else:
-            form = _Form(None, linear=linear, weight=-scale / 2)
-        value = form(shared, None, dtype) + (own.log_det_sigma / 2 - math.log(num_features)).unsqueeze(-1)
-        biases.append(value.view(rows.shape[:3]))
+        matrix, weight = (own.transform.transpose(-1, -2), 0.0) if own.maps else (None, -scale / 2)
+        level = -math.log(num_features)
+        form = Form(matrix, None, own.shift, weight, scale**0.5, sigma=own, constant=level, groups=groups)
+        biases.append(form(rows, None, dtype))
     return joined(biases, 2)
 
 
@@ -137,86 +172,3 @@ def _pairs(rows: Tensor, params: Parameters, packing: Packing | None, lengths: s
     if packing is None or params.factor.ndim < 4 or params.factor.shape[0] == 1:
         return [(rows, params)]
     return list(zip(rows.split(getattr(packing, lengths), dim=2), params.split(), strict=True))
-
-
-@dataclass
-class _Form:
-    """-|matrix' (r - shift)|^2 / 2 + r . linear + weight |r|^2 for rows r `[B, Hk, S, d]`; None leaves a term out."""
-
-    matrix: Tensor | None
-    shift: Tensor | None = None
-    linear: Tensor | None = None
-    weight: float = 0.0
-
-    def __call__(self, rows: Tensor, hidden: Tensor | None, dtype: torch.dtype) -> Tensor:
-        """Gives the form `[B, Hk, S]` in `dtype`, -inf where hidden."""
-        if is_transformed() or any(t is not None and t.requires_grad for t in (self.matrix, self.shift, self.linear)):
-            value = self.of(rows if hidden is None else rows.masked_fill(hidden.unsqueeze(-1), 0.0), dtype)
-            return value if hidden is None else value.masked_fill(hidden, -torch.inf)
-        return _Apply.apply(rows, self.matrix, self.shift, self.linear, self.weight, hidden, dtype)
-
-    def of(self, rows: Tensor, dtype: torch.dtype) -> Tensor:
-        """Gives the form, in plain operations."""
-        terms = []
-        if self.matrix is not None:
-            terms.append(_squares(self._moved(rows, dtype) @ self.matrix, dtype) / -2)
-        if self.linear is not None:
-            terms.append((rows.to(dtype) @ self.linear.unsqueeze(-1)).squeeze(-1))
-        if self.weight or not terms:
-            terms.append(self.weight * _squares(rows, dtype))
-        return sum(terms[1:], terms[0])
-
-    def slope(self, rows: Tensor, grad: Tensor) -> Tensor:
-        """Gives the gradient of the rows, given that of the form with one more dimension."""
-        terms = [rows * (2 * self.weight * grad).to(rows.dtype)] if self.weight else []
-        if self.matrix is not None:
-            terms.append((self._moved(rows, grad.dtype) @ (self.matrix @ self.matrix.mT)).mul_(-grad))
-        if self.linear is not None:
-            terms.append(self.linear.unsqueeze(-2) * grad)
-        total = terms.pop() if terms else torch.zeros_like(rows)
-        for term in terms:
-            total.add_(term)  # in the type of the gradient
-        return total
-
-    def _moved(self, rows: Tensor, dtype: torch.dtype) -> Tensor:
-        return rows.to(dtype) if self.shift is None else rows.to(dtype) - self.shift.unsqueeze(-2)
-
-
-def _squares(rows: Tensor, dtype: torch.dtype) -> Tensor:
-    return torch.linalg.vector_norm(rows, dim=-1, dtype=dtype).square()  # one pass
-
-
-class _Apply(torch.autograd.Function):
-    """A form with fixed coefficients; keeps no temporary and no copy of the rows.
-
-    Hidden rows get -inf and no gradient, whatever they hold.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, *arguments: Any) -> Tensor:
-        matrix, shift, linear, weight, hidden, dtype = arguments
-        ctx.save_for_backward(rows, matrix, shift, linear, hidden)
-        ctx.weight = weight
-        if dtype == torch.float32 and fuses(rows):
-            return kernel_module("triton", "tokens").form(rows, matrix, shift, linear, weight, hidden)
-        form = _Form(matrix, shift, linear, weight)
-        # A CPU works in parts that stay in cache; a compiler fuses the whole, and a GPU wants few launches.
-        temporary = matrix is not None or linear is not None or rows.dtype != dtype
-        in_parts = temporary and rows.device.type == "cpu" and not torch.compiler.is_compiling()
-        if in_parts:
-            bias = joined([form.of(part, dtype) for part in rows.split(rows.shape[2] // 32 + 64, dim=2)], 2)
-        else:
-            bias = form.of(rows, dtype)
-        return bias if hidden is None else bias.masked_fill(hidden, -torch.inf)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        rows, matrix, shift, linear, hidden = ctx.saved_tensors
-        if grad.dtype == torch.float32 and not torch.is_grad_enabled() and fuses(rows):
-            gram = None if matrix is None else matrix @ matrix.mT
-            form = kernel_module("triton", "tokens").form
-            return form(rows, gram, shift, linear, ctx.weight, hidden, grad), *(None,) * 6
-        slope = _Form(matrix, shift, linear, ctx.weight).slope(rows, grad.unsqueeze(-1))
-        if hidden is not None:
-            slope = slope.masked_fill(hidden.unsqueeze(-1), 0.0)
-        return slope.to(rows.dtype), *(None,) * 6

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from favor.kernels.dispatch import has_shape_only, is_tracing
+from favor.kernels.dispatch import fuses, has_shape_only, is_tracing, kernel_module
 
 
 @dataclass
@@ -154,3 +154,32 @@ class Compaction:
 
 def _gather(rows: Tensor, order: Tensor) -> Tensor:
     return rows.gather(2, order[:, None, :, None].expand(-1, rows.shape[1], -1, rows.shape[3]))
+
+
+def finite_padding(query: Tensor, mask: Tensor | None) -> Tensor:
+    """Puts 0 in place of NaN and infinity in padded queries `[B, H, L, d]`, whose finite numbers stay.
+
+    Their outputs are not read, but NaN times their gradient, which is 0, is NaN and would reach every key. The mask
+    `[B, L]` is True for real queries.
+    """
+    if mask is None:
+        return query
+    if fuses(query):
+        return _Cleaned.apply(query, mask)
+    return torch.where(mask[:, None, :, None], query, query.nan_to_num(0.0, 0.0, 0.0))
+
+
+class _Cleaned(torch.autograd.Function):
+    """`finite_padding` in one launch for each pass."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, mask: Tensor) -> Tensor:
+        ctx.save_for_backward(query, mask)
+        return kernel_module("triton", "tokens").cleaned(query, mask)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        query, mask = ctx.saved_tensors
+        if torch.is_grad_enabled() or not fuses(query):
+            return torch.where(mask[:, None, :, None] | query.isfinite(), grad, 0.0), None
+        return kernel_module("triton", "tokens").cleaned(query, mask, grad), None

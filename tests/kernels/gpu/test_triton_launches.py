@@ -32,7 +32,6 @@ def launches(length, *, dtype=torch.bfloat16, heads=(2, 2), is_padded=False, **o
 
 
 if __name__ == "__main__":
-    import os
     import sys
 
     for case in sys.argv[1:]:
