@@ -22,22 +22,33 @@ from favor.features.linalg import joined
 from favor.kernels import extend, linear_attention
 from favor.kernels.dispatch import fuses, is_tracing, kernel_module, pick, plain
 
+_MOST_ASKED = 64  # queries whose attention a kernel sums up
+# The largest head_dim for each kind of `favor.kernels.gpu.fits`.
+_WIDEST_FIT = {"isotropic": 128, "diagonal": 128, "symmetric": 64, "asymmetric": 64, "centred": 64}
+
 
 @method(PositiveFeatures)
 def attend(family: PositiveFeatures, query: Tensor, key: Tensor, value: Tensor, call: AttentionCall) -> Tensor:
     """Computes the attention output `[B, H, L, dv]` by positive random features."""
     scale, packing, state = call.scale, call.packing, call.state
     omega = call.directions(family, key, scale**0.5)
+    made = None
     if call.parameters is None:
         with torch.no_grad():
-            parameters = _parameters(family, query, key, omega, call)
+            kind = _fused_fit(family, query, key, value, call)
+            if kind is None:
+                parameters = _parameters(family, query, key, omega, call)
+            else:
+                parameters, made = _fit(kind, family, query, key, omega, call)
     else:
         parameters = _checked("parameters", call.parameters, omega)
     if call.correction is not None:
         parameters = parameters.corrected(_checked("correction", call.correction, omega))
     if parameters.directions is not None:
         omega = parameters.directions * scale**0.5
-    if state is None and _rounds(query, key, value, parameters, call):
+    if made is not None and call.correction is None:
+        query_directions, key_directions, offset = made
+    elif state is None and _rounds(query, key, value, parameters, call):
         query_directions, key_directions, offset = _rounded(family, key, omega, parameters, call)
     else:
         query_directions, key_directions, offset = family.directions(omega, parameters, scale**0.5)
@@ -55,6 +66,28 @@ def attend(family: PositiveFeatures, query: Tensor, key: Tensor, value: Tensor, 
     if state is not None:
         state.begin(key, value, key_directions, bias, call.window, call.kernel)
     return linear_attention(*operands, is_causal=call.is_causal, kernel=call.kernel, **options)
+
+
+def _fused_fit(family: PositiveFeatures, query: Tensor, key: Tensor, value: Tensor, call: AttentionCall) -> str | None:
+    """Names the kernel that makes parameters and directions from the tokens; None if there is none that could."""
+    kind, factorization = vars(type(family)).get("fused_fit") or (None, "auto")
+    if kind is None or family.factorization not in ("auto", factorization) or family.num_queries > _MOST_ASKED:
+        return None
+    if call.is_causal or not call.use_statistics or call.packing is not None or query.shape[-1] > _WIDEST_FIT[kind]:
+        return None
+    return kind if fuses(query) and fuses(key) and pick(call.kernel, query, value) == "triton" else None
+
+
+def _fit(
+    kind: str, family: PositiveFeatures, query: Tensor, key: Tensor, omega: Tensor, call: AttentionCall
+) -> tuple[Parameters, tuple[Tensor, Tensor, Tensor]]:
+    """Gives parameters and directions for these tokens in two or three launches."""
+    query_mask = call.query_padding(query.shape[2], key.shape[2])
+    masks, full = (query_mask, call.key_mask), _WIDEST_FIT[kind] == 64
+    pieces = kernel_module("triton", "moments").pieces(query, key, *masks, call.scale, family.num_queries, full)
+    ridge = (getattr(family, "regularization", 0.0), getattr(family, "floor", 0.0))
+    eye = _identity(omega).factor
+    return kernel_module("triton", "fits").fit(kind, pieces, omega, eye, key.dtype, call.scale**0.5, *ridge)
 
 
 def _rounds(query: Tensor, key: Tensor, value: Tensor, parameters: Parameters, call: AttentionCall) -> bool:

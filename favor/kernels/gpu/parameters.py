@@ -21,9 +21,29 @@ def product(left, right):
 
 
 @triton.jit
-def load_matrix(base, width: tl.constexpr, WIDTH: tl.constexpr):
-    """Loads a matrix `[WIDTH, WIDTH]`, zeros past `width`."""
-    return load_rows(base, width, tl.arange(0, WIDTH) < width, width, WIDTH, WIDTH)
+def moved(u, factor, transform, inverse, shift, root):
+    """Moves drawn directions `[F, WIDTH]` by matrices; gives those of queries and of keys, and offsets `[F]`."""
+    number = tl.sum(u * 0.0, 1)
+    if factor is not None:
+        drawn = tl.sum(u * u, 1)
+        u = product(u, tl.trans(factor))
+        number = (drawn - tl.sum(u * u, 1)) / (2 * root * root)
+    to_query, to_key = u, u
+    if transform is not None:
+        to_query, to_key = product(u, transform), product(u, tl.trans(inverse))
+    if shift is not None:
+        number -= tl.sum(to_key * shift[None, :], 1) / root
+    return to_query, to_key, number
+
+
+@triton.jit
+def _load_matrix(base, batch, head, stride_batch, stride_head, width: tl.constexpr, WIDTH: tl.constexpr):
+    """Loads the matrix `[WIDTH, WIDTH]` of a head, zeros past `width`; or None."""
+    if base is None:
+        return None
+    else:
+        there = base + batch * stride_batch + head * stride_head
+        return load_rows(there, width, tl.arange(0, WIDTH) < width, width, WIDTH, WIDTH)
 
 
 @triton.jit
@@ -42,23 +62,22 @@ def _directions(
     real = feature < features
     omega += batch * omega_batch + head * omega_head + first * width
     u = load_rows(omega, width, real, width, FEATURES, WIDTH)
-    number = tl.zeros([FEATURES], tl.float32)
-    if factor is not None:
-        drawn = tl.sum(u * u, 1)
-        u = product(u, tl.trans(load_matrix(factor + batch * factor_batch + head * factor_head, width, WIDTH)))
-        number = (drawn - tl.sum(u * u, 1)) / (2 * root * root)
-    place = (owner * features + first) * width
-    moved = u
-    if transform is not None:
-        moved = product(u, load_matrix(transform + batch * transform_batch + head * transform_head, width, WIDTH))
-    store_rows(to_query + place, width, moved, real, width, FEATURES, WIDTH)
-    if inverse is not None:
-        u = product(u, tl.trans(load_matrix(inverse + batch * inverse_batch + head * inverse_head, width, WIDTH)))
-        store_rows(to_key + place, width, u, real, width, FEATURES, WIDTH)
+    b = None
     if shift is not None:
         columns = tl.arange(0, WIDTH)
         b = tl.load(shift + batch * shift_batch + head * shift_head + columns, mask=columns < width, other=0.0)
-        number -= tl.sum(u * b[None, :], 1) / root
+    asking, answering, number = moved(
+        u,
+        _load_matrix(factor, batch, head, factor_batch, factor_head, width, WIDTH),
+        _load_matrix(transform, batch, head, transform_batch, transform_head, width, WIDTH),
+        _load_matrix(inverse, batch, head, inverse_batch, inverse_head, width, WIDTH),
+        b,
+        root,
+    )
+    place = (owner * features + first) * width
+    store_rows(to_query + place, width, asking, real, width, FEATURES, WIDTH)
+    if transform is not None:
+        store_rows(to_key + place, width, answering, real, width, FEATURES, WIDTH)
     if log_weights is not None:
         number += tl.load(log_weights + batch * weights_batch + head * weights_head + feature, mask=real, other=0.0)
     tl.store(offset + owner * features + feature, number, mask=real)

@@ -283,7 +283,15 @@ def _newton_schulz(matrix, root, inverse, iterations, width: tl.constexpr, WIDTH
     place = tl.program_id(0).to(tl.int64) * width * width
     row = tl.arange(0, WIDTH)
     real = row < width
-    scaled = load_rows(matrix + place, width, real, width, WIDTH, WIDTH)
+    y, z = roots(load_rows(matrix + place, width, real, width, WIDTH, WIDTH), iterations, WIDTH)
+    store_rows(root + place, width, y, real, width, WIDTH, WIDTH)
+    store_rows(inverse + place, width, z, real, width, WIDTH, WIDTH)
+
+
+@triton.jit
+def roots(scaled, iterations, WIDTH: tl.constexpr):
+    """Gives root and inverse root of a symmetric matrix, see `favor.features.linalg.newton_schulz`."""
+    row = tl.arange(0, WIDTH)
     size = tl.max(tl.sum(tl.abs(scaled), 1), 0)
     size = tl.where(size < 1.1754943508222875e-38, 1.1754943508222875e-38, size)  # not NaN
     eye = tl.where(row[:, None] == row[None, :], 1.0, 0.0)
@@ -291,9 +299,7 @@ def _newton_schulz(matrix, root, inverse, iterations, width: tl.constexpr, WIDTH
     for _ in range(iterations):
         step = 1.5 * eye - 0.5 * tl.dot(z, y, input_precision="tf32x3")
         y, z = tl.dot(y, step, input_precision="tf32x3"), tl.dot(step, z, input_precision="tf32x3")
-    y, z = (y + tl.trans(y)) * (tl.sqrt(size) / 2), (z + tl.trans(z)) / (2 * tl.sqrt(size))
-    store_rows(root + place, width, y, real, width, WIDTH, WIDTH)
-    store_rows(inverse + place, width, z, real, width, WIDTH, WIDTH)
+    return (y + tl.trans(y)) * (tl.sqrt(size) / 2), (z + tl.trans(z)) / (2 * tl.sqrt(size))
 
 
 def newton_schulz(matrix: Tensor, iterations: int) -> tuple[Tensor, Tensor]:
