@@ -263,5 +263,6 @@ def pieces(
             arguments = (query, key, *masks, asked, log_sum, *sizes, key_splits, number, scale, *steps)
             _attention[(owners * key_splits,)](*arguments, **constants)
         arguments = (query, key, *masks, asked, log_sum, weight, mean, scatter, *sizes)
-        _pieces[(count,)](*arguments, splits, key_splits, first_key, number, scale, *steps, FULL=full, **constants)
+        constants |= {"FULL": full, "TOKENS": 32}
+        _pieces[(count,)](*arguments, splits, key_splits, first_key, number, scale, *steps, **constants)
     return Pieces(weight, mean, scatter, heads // key_heads * splits, key_splits, first_key)

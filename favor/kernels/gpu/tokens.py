@@ -51,6 +51,11 @@ def _form(
     columns = tl.arange(0, WIDTH)
     # Hidden tokens may hold anything, NaN included: they are not even read.
     r = load_tile(rows, batch, head, first, rows_batch, rows_head, rows_row, shown, width, WIDTH).to(tl.float32)
+    if linear is not None:
+        tilt = _load_head(linear, batch, owner, linear_batch, linear_head, columns, width) * root
+    value = weight * tl.sum(r * r, 1) + constant
+    if linear is not None:
+        value += tl.sum(r * tilt[None, :], 1)
     if matrix is not None:
         moved = r * root
         if shift is not None:
@@ -60,15 +65,10 @@ def _form(
         if FLIP:
             a = tl.trans(a)
         moved = tl.dot(moved, a, input_precision="tf32x3")
-    if linear is not None:
-        tilt = _load_head(linear, batch, owner, linear_batch, linear_head, columns, width) * root
     place = (batch * heads + head) * length + index
     if grad is None:
-        value = weight * tl.sum(r * r, 1) + constant
         if matrix is not None:
             value -= tl.sum(moved * moved, 1) / 2
-        if linear is not None:
-            value += tl.sum(r * tilt[None, :], 1)
         if level is not None:
             level += batch * level_batch + owner * level_head
             if DIAGONAL:
@@ -77,6 +77,8 @@ def _form(
                 value += tl.load(level)
         tl.store(out + place, tl.where(shown, value, float("-inf")), mask=inside)
     else:
+        # Read again, so that registers are free for the products.
+        r = load_tile(rows, batch, head, first, rows_batch, rows_head, rows_row, shown, width, WIDTH).to(tl.float32)
         slope = 2 * weight * r
         if matrix is not None:
             slope -= tl.dot(moved, tl.trans(a), input_precision="tf32x3") * root
@@ -133,7 +135,7 @@ def form(
     shift, shift_strides = per_head(shift, batch, owners, width)
     linear, linear_strides = per_head(linear, batch, owners, width)
     level, level_strides = per_head(level, batch, owners, *((width, width) if is_diagonal else ()))
-    weight, root, constant = numbers
+    (weight, root, constant), tokens = numbers, _TOKENS if matrix is None else _TOKENS // 2
     if seen is not None and seen.stride(-1) != 1:
         seen = seen.contiguous()
     if grad is None:
@@ -145,7 +147,7 @@ def form(
     if not out.numel():
         return out
     with torch.cuda.device_of(rows):
-        _form[(batch * heads * ceil_divide(length, _TOKENS),)](
+        _form[(batch * heads * ceil_divide(length, tokens),)](
             *(rows, matrix, shift, linear, level, seen, grad, out),
             *(root, weight, constant, length, heads, groups),
             *(*strides(rows), *matrix_strides, *shift_strides, *linear_strides, *level_strides),
@@ -153,7 +155,7 @@ def form(
             *((0, 0, 0) if grad is None else strides(out)),
             width=width,
             WIDTH=padded_width(width),
-            TOKENS=_TOKENS,
+            TOKENS=tokens,
             FLIP=flip,
             DIAGONAL=is_diagonal,
         )
