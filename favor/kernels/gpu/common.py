@@ -165,11 +165,6 @@ def padded_width(width: int) -> int:
     return max(16, power_of_two(width))
 
 
-def warps(width: int) -> int:
-    """Gives the warps of a program that keeps matrices of this width in registers; each group gets 32 columns."""
-    return 8 if width > 32 else 4
-
-
 def width_constants(width: int, value_width: int) -> dict[str, int]:
     """Gives the constants of a kernel that say how wide its rows are, in memory and in registers."""
     padded = {"WIDTH": padded_width(width), "VALUE_WIDTH": padded_width(value_width)}

@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from favor.features.parameters import Parameters
-from favor.kernels.gpu.common import load_rows, padded_width, store_rows, warps
+from favor.kernels.gpu.common import load_rows, padded_width, store_rows
 from favor.kernels.gpu.moments import Pieces, joined
 from favor.kernels.gpu.parameters import moved, product
 from favor.kernels.gpu.tokens import roots
@@ -272,7 +272,6 @@ def fit(
             FEATURES=_FEATURES,
             FULL=pieces.scatter.ndim == 3,
             MAPS=maps,
-            num_warps=warps(width),
         )
     params = Parameters(transform, inverse, factor, maps=maps, shift=shift, form=form)  # type: ignore[arg-type]
     return params, (to_query, to_key, offset)

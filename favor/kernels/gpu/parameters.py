@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from favor.features.parameters import Parameters
-from favor.kernels.gpu.common import ceil_divide, load_rows, padded_width, store_rows, warps
+from favor.kernels.gpu.common import ceil_divide, load_rows, padded_width, store_rows
 from favor.kernels.gpu.tokens import per_head
 
 _FEATURES = 32
@@ -119,6 +119,6 @@ def directions(omega: Tensor, params: Parameters, root: float, dtype: torch.dtyp
             width=width,
             WIDTH=padded_width(width),
             FEATURES=_FEATURES,
-            num_warps=warps(width),
+            num_warps=8 if width > 32 else 4,  # each group of warps gets 32 columns
         )
     return to_query, to_key, offset

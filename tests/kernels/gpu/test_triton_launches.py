@@ -3,6 +3,8 @@
 Tensors are those of another device (tests/elsewhere.py), whose Triton kernels run in the interpreter.
 """
 
+import sys
+
 import pytest
 import torch
 from elsewhere import triton_there
@@ -97,9 +99,9 @@ def test_numbers_are_those_of_plain_operations(name):
         torch.testing.assert_close(one.double(), other, rtol=1e-3, atol=1e-3 * other.abs().max().item())
 
 
-if __name__ == "__main__":
-    import sys
-
-    for case in sys.argv[1:]:
-        forward, backward, reads = launches(**eval(case))
-        print(case, len(forward), len(backward), reads, "\n", forward, "\n", backward)
+if __name__ == "__main__":  # a row of a table for each case: launches forward and backward; -v names them
+    for name, (options, *_) in BUDGETS.items():
+        forward, backward, reads = launches(50, features=name.split(",")[0], **options)
+        print(
+            f"| {name} | {len(forward)} | {len(backward)} |", *((forward, backward, reads) if "-v" in sys.argv else ())
+        )
