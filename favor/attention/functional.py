@@ -12,11 +12,11 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from favor.attention.directions import Draw, compiled_directions, directions, exported_directions, shape_of
-from favor.attention.packing import Compaction, Packing, finite_padding
+from favor.attention.packing import Cleaned, Compaction, Packing
 from favor.config import MOST_FEATURES, MOST_HEADS, MOST_TOKENS
 from favor.features import Parameters, RandomFeatures
 from favor.kernels import StreamState
-from favor.kernels.dispatch import check_not_scripted, has_shape_only, is_exporting
+from favor.kernels.dispatch import check_not_scripted, fuses, has_shape_only, is_exporting
 from favor.registry import Family, get
 
 _METHODS: dict[type[Any], Callable[..., Tensor]] = {}
@@ -94,6 +94,18 @@ class AttentionCall:
         else:
             omega = directions(draw)
         return omega if self.key_heads is None else omega[first : first + key.shape[1]]
+
+    def finite_padding(self, query: Tensor, key_length: int) -> Tensor:
+        """Puts 0 in place of NaN and infinity in padded queries `[B, H, L, d]`, whose finite numbers stay.
+
+        Their outputs are not read, but NaN times their gradient, which is 0, is NaN and would reach every key.
+        """
+        mask = self.query_padding(query.shape[2], key_length)
+        if mask is None:
+            return query
+        if fuses(query):
+            return Cleaned.apply(query, mask)
+        return torch.where(mask[:, None, :, None], query, query.nan_to_num(0.0, 0.0, 0.0))
 
     def query_padding(self, length: int, key_length: int) -> Tensor | None:
         """Gives the mask of the queries, boolean `[B, L]`, True for real ones; None if nothing says which are padding.
@@ -220,7 +232,7 @@ def favor_attention(
     given, length, compaction = query.dtype, query.shape[2], None
     promoted = torch.promote_types(torch.promote_types(query.dtype, key.dtype), value.dtype)
     query, key, value = query.to(promoted), key.to(promoted), value.to(promoted)
-    query = finite_padding(query, call.query_padding(query.shape[2], key.shape[2]))
+    query = call.finite_padding(query, key.shape[2])
     if call.key_mask is not None and call.window:  # blocks begin with the first real token, wherever the padding is
         compaction = Compaction.of(call.key_mask)
     if compaction is not None:

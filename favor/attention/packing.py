@@ -156,29 +156,18 @@ def _gather(rows: Tensor, order: Tensor) -> Tensor:
     return rows.gather(2, order[:, None, :, None].expand(-1, rows.shape[1], -1, rows.shape[3]))
 
 
-def finite_padding(query: Tensor, mask: Tensor | None) -> Tensor:
-    """Puts 0 in place of NaN and infinity in padded queries `[B, H, L, d]`, whose finite numbers stay.
-
-    Their outputs are not read, but NaN times their gradient, which is 0, is NaN and would reach every key. The mask
-    `[B, L]` is True for real queries.
-    """
-    if mask is None:
-        return query
-    if fuses(query):
-        return _Cleaned.apply(query, mask)
-    return torch.where(mask[:, None, :, None], query, query.nan_to_num(0.0, 0.0, 0.0))
-
-
-class _Cleaned(torch.autograd.Function):
-    """`finite_padding` in one launch for each pass."""
+class Cleaned(torch.autograd.Function):
+    """Puts 0 for NaN and infinity in rows `[B, H, L, d]` whose mask `[B, L]` is False; one launch for each pass."""
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, mask: Tensor) -> Tensor:
+        """Keeps the rows, which say where numbers were replaced."""
         ctx.save_for_backward(query, mask)
         return kernel_module("triton", "tokens").cleaned(query, mask)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        """Passes no gradient to what was replaced."""
         query, mask = ctx.saved_tensors
         if torch.is_grad_enabled() or not fuses(query):
             return torch.where(mask[:, None, :, None] | query.isfinite(), grad, 0.0), None

@@ -186,7 +186,7 @@ def _cleaned(
 
 
 def cleaned(rows: Tensor, seen: Tensor, grad: Tensor | None = None) -> Tensor:
-    """Puts 0 in place of NaN and infinity in hidden rows, see `favor.attention.packing.finite_padding`.
+    """Puts 0 in place of NaN and infinity in hidden rows, see `favor.attention.packing.Cleaned`.
 
     Rows are `[B, H, L, d]`, d at most 128; `seen` `[B, L]` is False for hidden ones. Given the gradient of the result,
     it gives that of the rows.

@@ -7,7 +7,7 @@ import torch
 from truth import attention
 
 import favor
-from favor.attention.forms import Form
+from favor.attention.linear import Form
 from favor.kernels.gpu import tokens as triton_tokens
 from favor.kernels.gpu.common import Blocks, within_memory
 from favor.kernels.gpu.decode import decode
@@ -217,7 +217,7 @@ def test_attention_with_fused_passes_is_the_same(window, family, monkeypatch):
     mask[1, 40:] = False
     features = favor.features.get(family, **({"factorization": "cholesky"} if family == "wderf" else {}))
     options = {"features": features, "num_features": 32}
-    modules = ("attention.forms", "features.moments", "features.linalg")
+    modules = ("attention.linear", "features.moments", "features.linalg")
     results = []
     for fused in (False, True):
         asked = set()
