@@ -12,11 +12,11 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from favor.attention.directions import Draw, compiled_directions, directions, exported_directions, shape_of
-from favor.attention.packing import Compaction, Packing
+from favor.attention.packing import Cleaned, Compaction, Packing
 from favor.config import MOST_FEATURES, MOST_HEADS, MOST_TOKENS
 from favor.features import Parameters, RandomFeatures
 from favor.kernels import StreamState
-from favor.kernels.dispatch import check_not_scripted, has_shape_only, is_exporting
+from favor.kernels.dispatch import check_not_scripted, fuses, has_shape_only, is_exporting
 from favor.registry import Family, get
 
 _METHODS: dict[type[Any], Callable[..., Tensor]] = {}
@@ -76,11 +76,14 @@ class AttentionCall:
     key_heads: tuple[int, int] | None = None
     selected_keys: int = 0
 
-    def directions(self, family: RandomFeatures, key: Tensor, root: float = 1.0) -> Tensor:
-        """Draws omega times `root`, `[Hk, M, d]`, in the type of the sums."""
+    def directions(
+        self, family: RandomFeatures, key: Tensor, root: float = 1.0, dtype: torch.dtype | None = None
+    ) -> Tensor:
+        """Draws omega times `root`, `[Hk, M, d]`, in `dtype`; default: in the type of the sums."""
         first, heads = self.key_heads or (0, key.shape[1])
         sizes, choice = (self.num_features, key.shape[-1], heads), (self.seed, self.layer, self.redraw)
-        dtype = torch.float64 if key.dtype == torch.float64 else torch.float32
+        if dtype is None:
+            dtype = torch.float64 if key.dtype == torch.float64 else torch.float32
         draw = Draw(family.draws_like, *sizes, self.orthogonal, *choice, key.device, dtype, root)
         if is_exporting():
             omega = exported_directions(*draw)
@@ -98,7 +101,11 @@ class AttentionCall:
         Their outputs are not read, but NaN times their gradient, which is 0, is NaN and would reach every key.
         """
         mask = self.query_padding(query.shape[2], key_length)
-        return query if mask is None else torch.where(mask[:, None, :, None], query, query.nan_to_num(0.0, 0.0, 0.0))
+        if mask is None:
+            return query
+        if fuses(query):
+            return Cleaned.apply(query, mask)
+        return torch.where(mask[:, None, :, None], query, query.nan_to_num(0.0, 0.0, 0.0))
 
     def query_padding(self, length: int, key_length: int) -> Tensor | None:
         """Gives the mask of the queries, boolean `[B, L]`, True for real ones; None if nothing says which are padding.

@@ -1,5 +1,8 @@
 """Attention by positive random features: from queries, keys and a family to the operands of the kernels.
 
+On a GPU every launch takes the host some time. So what is fixed is kept, and Triton kernels make the rest if nothing
+traces or needs gradients of parameters; plain operations do the same elsewhere.
+
 Directions and offsets come from the family. The biases hold what belongs to a key or a query alone: quadratic terms,
 shift, padding.
 """
@@ -8,7 +11,8 @@ from __future__ import annotations
 
 import math
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -19,7 +23,11 @@ from favor.attention.packing import Packing
 from favor.features import Moments, Parameters, PositiveFeatures
 from favor.features.linalg import joined
 from favor.kernels import extend, linear_attention
-from favor.kernels.dispatch import fuses, is_transformed, kernel_module
+from favor.kernels.dispatch import fuses, is_tracing, is_transformed, kernel_module, pick, plain
+
+_MOST_ASKED = 64  # queries whose attention a kernel sums up
+# The largest head_dim for each kind of `favor.kernels.gpu.fits`.
+_WIDEST_FIT = {"isotropic": 128, "diagonal": 128, "symmetric": 64, "asymmetric": 64, "centred": 64}
 
 
 @method(PositiveFeatures)
@@ -27,20 +35,30 @@ def attend(family: PositiveFeatures, query: Tensor, key: Tensor, value: Tensor, 
     """Computes the attention output `[B, H, L, dv]` by positive random features."""
     scale, packing, state = call.scale, call.packing, call.state
     omega = call.directions(family, key, scale**0.5)
+    made = None
     if call.parameters is None:
         with torch.no_grad():
-            parameters = _parameters(family, query, key, omega, call)
+            kind = _fused_fit(family, query, key, value, call)
+            if kind is None:
+                parameters = _parameters(family, query, key, omega, call)
+            else:
+                parameters, made = _fit(kind, family, query, key, omega, call)
     else:
         parameters = _checked("parameters", call.parameters, omega)
     if call.correction is not None:
         parameters = parameters.corrected(_checked("correction", call.correction, omega))
     if parameters.directions is not None:
         omega = parameters.directions * scale**0.5
-    query_directions, key_directions, offset = family.directions(omega, parameters, scale**0.5)
+    if made is not None and call.correction is None:
+        query_directions, key_directions, offset = made
+    elif state is None and _rounds(query, key, value, parameters, call):
+        query_directions, key_directions, offset = _rounded(family, key, omega, parameters, call)
+    else:
+        query_directions, key_directions, offset = family.directions(omega, parameters, scale**0.5)
     if offset.ndim == 2:
         query_directions, key_directions, offset = query_directions[None], key_directions[None], offset[None]
-    hidden = None if call.key_mask is None else ~call.key_mask[:, None, :]
-    bias = key_bias(family.alpha, key, parameters, scale, hidden, packing)
+    seen = None if call.key_mask is None else call.key_mask[:, None, :]
+    bias = key_bias(family.alpha, key, parameters, scale, seen, packing)
     options: dict[str, Any] = {} if packing is None else packing.for_kernel()
     if call.window:
         own = query_bias(query, parameters, key.shape[1], omega.shape[-2], scale, packing)
@@ -51,6 +69,71 @@ def attend(family: PositiveFeatures, query: Tensor, key: Tensor, value: Tensor, 
     if state is not None:
         state.begin(key, value, key_directions, bias, call.window, call.kernel)
     return linear_attention(*operands, is_causal=call.is_causal, kernel=call.kernel, **options)
+
+
+def _fused_fit(family: PositiveFeatures, query: Tensor, key: Tensor, value: Tensor, call: AttentionCall) -> str | None:
+    """Names the kernel that makes parameters and directions from the tokens; None if there is none that could."""
+    kind, factorization = vars(type(family)).get("fused_fit") or (None, "auto")
+    if kind is None or family.factorization not in ("auto", factorization) or family.num_queries > _MOST_ASKED:
+        return None
+    if call.is_causal or not call.use_statistics or call.packing is not None or query.shape[-1] > _WIDEST_FIT[kind]:
+        return None
+    return kind if fuses(query) and fuses(key) and pick(call.kernel, query, value) == "triton" else None
+
+
+def _fit(
+    kind: str, family: PositiveFeatures, query: Tensor, key: Tensor, omega: Tensor, call: AttentionCall
+) -> tuple[Parameters, tuple[Tensor, Tensor, Tensor]]:
+    """Gives parameters and directions for these tokens in two or three launches."""
+    query_mask = call.query_padding(query.shape[2], key.shape[2])
+    masks, full = (query_mask, call.key_mask), _WIDEST_FIT[kind] == 64
+    pieces = kernel_module("triton", "moments").pieces(query, key, *masks, call.scale, family.num_queries, full)
+    ridge = (getattr(family, "regularization", 0.0), getattr(family, "floor", 0.0))
+    eye = _identity(omega).factor
+    return kernel_module("triton", "fits").fit(kind, pieces, omega, eye, key.dtype, call.scale**0.5, *ridge)
+
+
+def _rounds(query: Tensor, key: Tensor, value: Tensor, parameters: Parameters, call: AttentionCall) -> bool:
+    """Tells whether the kernel takes directions in the type of the tokens, which one launch can then write."""
+    if any(tensor.requires_grad for tensor in parameters.tensors()):
+        return False
+    return fuses(key) and fuses(query) and pick(call.kernel, query, value) == "triton"
+
+
+def _rounded(
+    family: PositiveFeatures, key: Tensor, omega: Tensor, parameters: Parameters, call: AttentionCall
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gives what `family.directions` gives, with directions in the type of the tokens."""
+    bare = parameters.directions is None and parameters.log_weights is None and parameters.shift is None
+    if parameters.form == "identity" and bare and not parameters.maps:
+        rounded = call.directions(family, key, call.scale**0.5, key.dtype)
+        return rounded, rounded, _constant("zeros", omega.shape[:-1], omega)
+    return kernel_module("triton", "parameters").directions(omega, parameters, call.scale**0.5, key.dtype)
+
+
+def _constant(name: str, sizes: tuple[int, ...], like: Tensor) -> Tensor:
+    """Gives "zeros" or an "eye", which nobody may change: it is kept if nothing traces."""
+    if is_tracing(like) or not plain(like):
+        return _made(name, sizes, like.dtype, like.device)
+    return _kept(name, sizes, like.dtype, like.device)
+
+
+def _made(name: str, sizes: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    if name == "eye":
+        return torch.eye(*sizes, dtype=dtype, device=device)
+    return torch.zeros(sizes, dtype=dtype, device=device)
+
+
+@lru_cache(maxsize=64)
+def _kept(name: str, sizes: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    with torch.inference_mode(False), torch.no_grad():
+        return _made(name, sizes, dtype, device)
+
+
+def _identity(omega: Tensor) -> Parameters:
+    """Gives `Parameters.identity`."""
+    eye = _constant("eye", omega.shape[-1:], omega)
+    return Parameters(eye, eye, eye, maps=False, form="identity")
 
 
 def _checked(name: str, given: Parameters, omega: Tensor) -> Parameters:
@@ -71,6 +154,8 @@ def _parameters(family: PositiveFeatures, query: Tensor, key: Tensor, omega: Ten
     """Gives parameters for these tokens, `[B, Hk, ...]`, or those that need no data."""
     head_dim, packing = omega.shape[-1], call.packing
     if not family.needs_statistics:
+        if type(family).fit_moments is PositiveFeatures.fit_moments:
+            return _identity(omega)
         mean, cov = (omega.new_zeros(()).expand(shape) for shape in ((head_dim,), (head_dim, head_dim)))
         return family.fit_moments(Moments(mean, mean, cov, cov))
     if call.is_causal or not call.use_statistics:
@@ -79,7 +164,7 @@ def _parameters(family: PositiveFeatures, query: Tensor, key: Tensor, omega: Ten
             "this sequence would let its tokens see later ones, and those of FAVOR+ (A = 0, B = I) need no data.",
             stacklevel=4,
         )
-        return Parameters.identity(head_dim, dtype=omega.dtype, device=omega.device)
+        return _identity(omega)
     if packing is None:
         return family.fit_moments(_moments(family, query, key, call))
     return family.fit_moments(Moments.cat([_moments(family, q, k, call) for q, k in packing.split(query, key)]))
@@ -96,16 +181,15 @@ def _moments(family: PositiveFeatures, query: Tensor, key: Tensor, call: Attenti
 
 
 def key_bias(
-    alpha: float, key: Tensor, params: Parameters, scale: float, hidden: Tensor | None, packing: Packing | None
+    alpha: float, key: Tensor, params: Parameters, scale: float, seen: Tensor | None, packing: Packing | None
 ) -> Tensor:
-    """Gives the quadratic term of the keys, `[B, Hk, S]`, -inf where hidden `[B, 1, S]`, which has no gradient."""
+    """Gives the quadratic term of the keys `[B, Hk, S]`; -inf, without gradient, if they are not seen `[B, 1, S]`."""
     root, dtype = scale**0.5, params.factor.dtype
     if not params.maps and params.shift is None:
-        return _Form(None, weight=scale * (alpha - 0.5))(key, hidden, dtype)
+        return Form(None, weight=scale * (alpha - 0.5))(key, seen, dtype)
     biases = []
     for rows, own in _pairs(key, params, packing, "key_lengths"):
-        shift = None if own.shift is None else own.shift / root
-        biases.append(_Form(root * own.inverse, shift, weight=scale * alpha)(rows, hidden, dtype))
+        biases.append(Form(own.inverse, own.shift, weight=scale * alpha, root=root)(rows, seen, dtype))
     return joined(biases, 2)
 
 
@@ -117,18 +201,13 @@ def query_bias(
     It is log det(Sigma)/2 - |G x|^2/2 + x . b - log M, the part of log(f_1 f_2) / M that depends on the query alone,
     which normalised attention can drop as long as every weight is an estimate.
     """
-    root, dtype = scale**0.5, params.factor.dtype
+    dtype, groups = params.factor.dtype, query.shape[1] // key_heads
     biases = []
     for rows, own in _pairs(query, params, packing, "query_lengths"):
-        # The queries that share a key head are rows of it.
-        shared = rows.unflatten(1, (key_heads, -1)).flatten(2, 3)
-        linear = None if own.shift is None else root * own.shift
-        if own.maps:
-            form = _Form(root * own.transform.transpose(-1, -2), linear=linear)
-        else:
-            form = _Form(None, linear=linear, weight=-scale / 2)
-        value = form(shared, None, dtype) + (own.log_det_sigma / 2 - math.log(num_features)).unsqueeze(-1)
-        biases.append(value.view(rows.shape[:3]))
+        matrix, weight = (own.transform.transpose(-1, -2), 0.0) if own.maps else (None, -scale / 2)
+        level = -math.log(num_features)
+        form = Form(matrix, None, own.shift, weight, scale**0.5, sigma=own, constant=level, groups=groups)
+        biases.append(form(rows, None, dtype))
     return joined(biases, 2)
 
 
@@ -140,23 +219,58 @@ def _pairs(rows: Tensor, params: Parameters, packing: Packing | None, lengths: s
 
 
 @dataclass
-class _Form:
-    """-|matrix' (r - shift)|^2 / 2 + r . linear + weight |r|^2 for rows r `[B, Hk, S, d]`; None leaves a term out."""
+class Form:
+    """-|matrix' (root r - shift)|^2 / 2 + root r . linear + weight |r|^2 + level for rows r; None leaves a term out.
+
+    The level is log det(Sigma) / 2 of `sigma` plus a constant.
+
+    Attributes:
+        matrix: `[..., d, d]`, broadcast over batch and key heads like all that follow.
+        shift, linear: `[..., d]`.
+        weight, root: numbers.
+        sigma: parameters; with None the level is 0.
+        constant: part of the level.
+        groups: heads of rows for each key head.
+    """
 
     matrix: Tensor | None
     shift: Tensor | None = None
     linear: Tensor | None = None
     weight: float = 0.0
+    root: float = 1.0
+    sigma: Parameters | None = None
+    constant: float = 0.0
+    groups: int = 1
 
-    def __call__(self, rows: Tensor, hidden: Tensor | None, dtype: torch.dtype) -> Tensor:
-        """Gives the form `[B, Hk, S]` in `dtype`, -inf where hidden."""
-        if is_transformed() or any(t is not None and t.requires_grad for t in (self.matrix, self.shift, self.linear)):
-            value = self.of(rows if hidden is None else rows.masked_fill(hidden.unsqueeze(-1), 0.0), dtype)
-            return value if hidden is None else value.masked_fill(hidden, -torch.inf)
-        return _Apply.apply(rows, self.matrix, self.shift, self.linear, self.weight, hidden, dtype)
+    def __call__(self, rows: Tensor, seen: Tensor | None, dtype: torch.dtype) -> Tensor:
+        """Gives the form `[B, H, S]` of rows in `dtype`; -inf and no gradient unless they are `seen` `[B, 1, S]`."""
+        factor = None if self.sigma is None else self.sigma.factor
+        given = (self.matrix, self.shift, self.linear, factor)
+        is_fixed = not any(t is not None and t.requires_grad for t in given)
+        if is_fixed and dtype == torch.float32 and fuses(rows):
+            return _Fused.apply(rows, seen, self, *given[:3])
+        form, hidden = self._scaled(), None if seen is None else ~seen
+        shared = rows if self.groups == 1 else rows.unflatten(1, (-1, self.groups)).flatten(2, 3)
+        if is_transformed() or not is_fixed:
+            value = form.of(shared if hidden is None else shared.masked_fill(hidden.unsqueeze(-1), 0.0), dtype)
+            value = value if hidden is None else value.masked_fill(hidden, -torch.inf)
+        else:
+            value = _Apply.apply(shared, form.matrix, form.shift, form.linear, form.weight, hidden, dtype)
+        if self.sigma is not None:
+            value = value + (self.sigma.log_det_sigma / 2 + self.constant).unsqueeze(-1)
+        return value.view(rows.shape[:3])
+
+    def _scaled(self) -> Form:
+        """Gives the same form with a root of 1."""
+        matrix, shift, linear = self.matrix, self.shift, self.linear
+        if self.root != 1:
+            matrix = None if matrix is None else self.root * matrix
+            shift = None if shift is None else shift / self.root
+            linear = None if linear is None else self.root * linear
+        return replace(self, matrix=matrix, shift=shift, linear=linear, root=1.0)
 
     def of(self, rows: Tensor, dtype: torch.dtype) -> Tensor:
-        """Gives the form, in plain operations."""
+        """Gives the form with a root of 1, without its level, in plain operations."""
         terms = []
         if self.matrix is not None:
             terms.append(_squares(self._moved(rows, dtype) @ self.matrix, dtype) / -2)
@@ -197,9 +311,7 @@ class _Apply(torch.autograd.Function):
         matrix, shift, linear, weight, hidden, dtype = arguments
         ctx.save_for_backward(rows, matrix, shift, linear, hidden)
         ctx.weight = weight
-        if dtype == torch.float32 and fuses(rows):
-            return kernel_module("triton", "tokens").form(rows, matrix, shift, linear, weight, hidden)
-        form = _Form(matrix, shift, linear, weight)
+        form = Form(matrix, shift, linear, weight)
         # A CPU works in parts that stay in cache; a compiler fuses the whole, and a GPU wants few launches.
         temporary = matrix is not None or linear is not None or rows.dtype != dtype
         in_parts = temporary and rows.device.type == "cpu" and not torch.compiler.is_compiling()
@@ -212,11 +324,39 @@ class _Apply(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         rows, matrix, shift, linear, hidden = ctx.saved_tensors
-        if grad.dtype == torch.float32 and not torch.is_grad_enabled() and fuses(rows):
-            gram = None if matrix is None else matrix @ matrix.mT
-            form = kernel_module("triton", "tokens").form
-            return form(rows, gram, shift, linear, ctx.weight, hidden, grad), *(None,) * 6
-        slope = _Form(matrix, shift, linear, ctx.weight).slope(rows, grad.unsqueeze(-1))
-        if hidden is not None:
-            slope = slope.masked_fill(hidden.unsqueeze(-1), 0.0)
-        return slope.to(rows.dtype), *(None,) * 6
+        return _slope(Form(matrix, shift, linear, ctx.weight), rows, grad, hidden), *(None,) * 6
+
+
+def _slope(form: Form, rows: Tensor, grad: Tensor, hidden: Tensor | None) -> Tensor:
+    slope = form.slope(rows, grad.unsqueeze(-1))
+    if hidden is not None:
+        slope = slope.masked_fill(hidden.unsqueeze(-1), 0.0)
+    return slope.to(rows.dtype)
+
+
+class _Fused(torch.autograd.Function):
+    """A form with fixed coefficients, in one launch for each pass."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, *arguments: Any) -> Tensor:
+        seen, form, *terms = arguments
+        ctx.save_for_backward(rows, seen, *terms)
+        ctx.form, sigma, level = replace(form, matrix=None, shift=None, linear=None, sigma=None), form.sigma, None
+        if sigma is not None and sigma.form != "identity":
+            level = sigma.factor if sigma.form == "triangular" else torch.linalg.slogdet(sigma.factor).logabsdet
+        numbers = (form.weight, form.root, form.constant)
+        return kernel_module("triton", "tokens").form(rows, *terms, numbers, level, seen, groups=form.groups)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        rows, seen, matrix, shift, linear = ctx.saved_tensors
+        form = replace(ctx.form, matrix=matrix, shift=shift, linear=linear)
+        if torch.is_grad_enabled() or not fuses(rows):
+            hidden = None if seen is None else ~seen
+            shared = rows.unflatten(1, (-1, form.groups)).flatten(2, 3)
+            slope = _slope(form._scaled(), shared, grad.reshape(shared.shape[:3]), hidden).view(rows.shape)
+        else:
+            numbers = (form.weight, form.root, 0.0)
+            fused = kernel_module("triton", "tokens").form
+            slope = fused(rows, matrix, shift, linear, numbers, None, seen, grad, form.groups)
+        return slope, *(None,) * 5

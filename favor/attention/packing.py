@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from favor.kernels.dispatch import has_shape_only, is_tracing
+from favor.kernels.dispatch import fuses, has_shape_only, is_tracing, kernel_module
 
 
 @dataclass
@@ -154,3 +154,21 @@ class Compaction:
 
 def _gather(rows: Tensor, order: Tensor) -> Tensor:
     return rows.gather(2, order[:, None, :, None].expand(-1, rows.shape[1], -1, rows.shape[3]))
+
+
+class Cleaned(torch.autograd.Function):
+    """Puts 0 for NaN and infinity in rows `[B, H, L, d]` whose mask `[B, L]` is False; one launch for each pass."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, mask: Tensor) -> Tensor:
+        """Keeps the rows, which say where numbers were replaced."""
+        ctx.save_for_backward(query, mask)
+        return kernel_module("triton", "tokens").cleaned(query, mask)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        """Passes no gradient to what was replaced."""
+        query, mask = ctx.saved_tensors
+        if torch.is_grad_enabled() or not fuses(query):
+            return torch.where(mask[:, None, :, None] | query.isfinite(), grad, 0.0), None
+        return kernel_module("triton", "tokens").cleaned(query, mask, grad), None

@@ -167,6 +167,8 @@ class PositiveFeatures(RandomFeatures):
     supports_window = True
     supports_state = True
     has_kernel = True
+    # The kind of `favor.kernels.gpu.fits` that computes `fit_moments` of one factorization, and which. Not inherited.
+    fused_fit: tuple[str, str] | None = None
     num_queries = 0  # whose softmax rows weigh the keys in the moments; 0 weighs all keys equally
 
     def __init__(self, *, alpha: float = 0.0, factorization: Factorization = "auto") -> None:

@@ -49,6 +49,7 @@ class CDERF(Regularised):
     name = "cderf"
     backends = SHARP
     factorizations = ("eigh", "cholesky")
+    fused_fit = ("centred", "cholesky")
     learns_matrices = True
     antithetic = True
 
@@ -107,6 +108,7 @@ class WDERF(CDERF):
     name = "wderf"
     backends = SHARP
     is_default = True
+    fused_fit = ("centred", "cholesky")
     num_queries = 16
 
     def __init__(self, *, num_queries: int = 16, **options: Any) -> None:

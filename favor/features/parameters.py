@@ -135,6 +135,10 @@ class Parameters:
         """Gives the parameters of some heads, given those of all `[Hk, d, d]`."""
         return self._each(lambda part: part[list(heads)])
 
+    def tensors(self) -> list[Tensor]:
+        """Gives all tensors that there are."""
+        return [getattr(self, name) for name in _TENSORS if getattr(self, name) is not None]
+
     def _each(self, change: Callable[[Tensor], Tensor]) -> Parameters:
         """Applies a function to every tensor."""
         given = [name for name in _TENSORS if getattr(self, name) is not None]

@@ -88,6 +88,7 @@ class GERF(PositiveFeatures):
 
     name = "gerf"
     backends = ("favor++", "favor_plus_plus")
+    fused_fit = ("isotropic", "auto")
 
     def fit_moments(self, moments: Moments) -> Parameters:
         """Takes A from the mean squared norm of x + y, which follows from traces and means."""
@@ -134,6 +135,7 @@ class SADERF(Regularised):
     name = "saderf"
     backends = SHARP
     factorizations = ("eigh",)
+    fused_fit = ("diagonal", "eigh")
 
     def fit_moments(self, moments: Moments) -> Parameters:
         """Takes Psi from the diagonals of the second moments, then A as in GERF."""
@@ -172,6 +174,7 @@ class ADERF(Regularised):
     name = "aderf"
     backends = SHARP
     factorizations = ("eigh", "newton_schulz")
+    fused_fit = ("asymmetric", "newton_schulz")
 
     def fit_moments(self, moments: Moments) -> Parameters:
         """Computes G by the roots of three matrices, then A as in GERF on the transformed data."""
@@ -215,6 +218,7 @@ class SDERF(PositiveFeatures):
     name = "sderf"
     backends = SHARP
     factorizations = ("eigh", "newton_schulz", "cholesky")
+    fused_fit = ("symmetric", "newton_schulz")
 
     def fit_moments(self, moments: Moments) -> Parameters:
         """Computes Sigma = g(N) as a function of the matrix, or I + N."""

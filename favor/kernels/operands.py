@@ -20,8 +20,9 @@ class Operands(NamedTuple):
     Attributes:
         query: `[B, H, L, d]`.
         key, value: `[B, Hk, S, d]`, `[B, Hk, S, dv]`, of the type of `query`; H is a multiple of Hk.
-        query_directions, key_directions: uq and uk `[n, Hk, M, d]`, contiguous, float32 (float64 for float64 tokens);
-            n is the number of sequences, or 1 if they share the directions.
+        query_directions, key_directions: uq and uk `[n, Hk, M, d]`, contiguous, float32 (float64 for float64 tokens),
+            or of the type of the tokens for Triton kernels; n is the number of sequences, or 1 if they share the
+            directions.
         offset: `[n, Hk, M]`, contiguous.
         key_bias: `[B, Hk, S]`, contiguous; -inf hides a key.
         query_bias: `[B, H, L]`, contiguous, of the weights outside of the window; None without a window.
@@ -163,7 +164,7 @@ class Result(NamedTuple):
             joins_heads: the output lies `[B, L, H, dv]` in memory. Otherwise it does only if the queries do, which is
                 how models join heads.
             keeps_lse: bidirectional attention keeps the normaliser, too.
-            rounds_summaries: those of a window have the type of the values; otherwise, that of the offset.
+            rounds_summaries: the summaries have the type of the values; otherwise, that of the offset.
         """
         query, value, offset = operands.query, operands.value, operands.offset
         (batch, heads, length), width = query.shape[:3], value.shape[3]
@@ -178,7 +179,7 @@ class Result(NamedTuple):
             shape = (value.shape[2] // geometry.window + geometry.sequences(1), *value.shape[:2], offset.shape[-1])
         else:
             shape = (geometry.sequences(batch), *offset.shape[1:])
-        of_values = value if rounds_summaries and form == "window" else offset
+        of_values = value if rounds_summaries else offset
         return cls(out, lse, offset.new_empty(shape), of_values.new_empty(*shape, width))
 
 

@@ -65,7 +65,7 @@ def test_numerator_and_denominator_are_unbiased(name):
     params = family.fit(root * query.unflatten(1, (2, 2)).flatten(2, 3), root * key)
     hidden = torch.zeros(2, 1, 7, dtype=torch.bool)
     hidden[0, 0, 5:] = True
-    of_keys = key_bias(family.alpha, key, params, scale, hidden, None)  # [B, Hk, S]
+    of_keys = key_bias(family.alpha, key, params, scale, ~hidden, None)  # [B, Hk, S]
     of_queries = query_bias(query, params, 2, 6, scale, None)  # [B, H, L]
     omega = family.draw(6, 4, generator=generator, batch_shape=(draws, 1, 2))
     to_query, to_key, offset = family.directions(root * omega, params, root)
@@ -92,7 +92,7 @@ def test_biases_by_finite_differences(name):
     hidden[0, 0, 3:] = True
 
     def of_keys(rows):
-        return key_bias(family.alpha, rows, params, 0.4, hidden, None).masked_fill(hidden, 0.0)
+        return key_bias(family.alpha, rows, params, 0.4, ~hidden, None).masked_fill(hidden, 0.0)
 
     def of_queries(rows):
         return query_bias(rows, params, 2, 6, 0.4, None)

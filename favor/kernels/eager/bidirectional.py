@@ -77,6 +77,7 @@ def forward(operands: Operands, geometry: Geometry) -> Result:
 
 def backward(grad: Tensor, operands: Operands, geometry: Geometry, saved: Result, for_directions: bool) -> Gradients:
     """Computes gradients of the loss, from that of the output and from what `forward` returned."""
+    saved = saved._replace(summary=saved.summary.to(operands.offset.dtype))
     grads = Gradients.empty(operands, for_directions=for_directions)
     buffers = (Buffer(operands.offset), Buffer(operands.offset))
     for sequence in sequences(operands, geometry):

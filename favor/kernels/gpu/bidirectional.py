@@ -230,15 +230,15 @@ def forward(operands: Operands, geometry: Geometry, splits: int | None = None) -
 
     Returns:
         output `[B, H, L, dv]`, laid out `[B, L, H, dv]`; logarithm of the normaliser `[B, H, L]`; logarithm of the
-        weight of each summary `[N, Hk, M]` and its mean `[N, Hk, M, dv]`, zeros where no key is visible.
+        weight of each summary `[N, Hk, M]` and its mean `[N, Hk, M, dv]`, zeros where no key is visible, in the type
+        of the values.
     """
     query, key, value, directions, key_directions, offset, key_bias, _ = operands
     parts = collect(key_directions, key, key_bias, value, geometry.cu_k, geometry.max_k, splits=splits)
-    result = Result.empty("bidirectional", operands, geometry, joins_heads=True, keeps_lse=True)
+    result = Result.empty("bidirectional", operands, geometry, joins_heads=True, keeps_lse=True, rounds_summaries=True)
     out, lse, log_weight, means = result
-    compact = None if value.dtype == torch.float32 else torch.empty_like(means, dtype=value.dtype)
-    join(parts, Summaries(means, log_weight, compact=compact), offset, fill=True)
-    tensors = (query, directions.to(query.dtype), log_weight, means if compact is None else compact, geometry.cu_q)
+    join(parts, Summaries(means, log_weight), offset, fill=True)
+    tensors = (query, directions.to(query.dtype), log_weight, means, geometry.cu_q)
     _launch(_read, _BLOCKS, Problem(operands, geometry), True, (*tensors, out, lse), (query, out))
     return result
 
@@ -266,14 +266,14 @@ def backward(
     query, key, value, query_directions, key_directions, offset, bias, _ = operands
     out, lse, log_weight, summary = saved
     delta, constants = torch.empty_like(lse), {"RANGE": query.dtype == torch.float16}
-    means, directions = summary.to(query.dtype), query_directions.to(query.dtype)
-    tensors = (grad, query, directions, log_weight, means, out, lse, geometry.cu_q, grads.query, delta)
+    directions = query_directions.to(query.dtype)
+    tensors = (grad, query, directions, log_weight, summary, out, lse, geometry.cu_q, grads.query, delta)
     strided: tuple[Tensor, ...] = (grad, query, out, grads.query)
     _launch(_query_gradients, _BACKWARD_BLOCKS, problem, True, tensors, strided, **constants)
-    parts = collect(query_directions, query, lse.neg(), grad, geometry.cu_q, geometry.max_q, delta, splits)
-    gathered = empty_summaries(parts)._replace(mean=None, compact=torch.empty_like(summary, dtype=query.dtype))
-    join(parts, gathered, offset, rescale=True)  # offset + rho, r (compact) and e (extra)
-    found = (gathered.log_weight, gathered.compact, gathered.extra, geometry.cu_k)
+    parts = collect(query_directions, query, lse, grad, geometry.cu_q, geometry.max_q, delta, splits)
+    gathered = empty_summaries(parts)._replace(mean=torch.empty_like(summary))
+    join(parts, gathered, offset, rescale=True)  # offset + rho, r (mean) and e (extra)
+    found = (gathered.log_weight, gathered.mean, gathered.extra, geometry.cu_k)
     inputs = (key, value, key_directions.to(key.dtype), bias, *found, grads.key, grads.value, grads.key_bias)
     strided = (key, value, grads.key, grads.value)
     _launch(_key_gradients, _BACKWARD_BLOCKS, problem, False, inputs, strided, **constants)

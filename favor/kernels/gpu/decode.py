@@ -158,5 +158,5 @@ def decode(
             num_warps=4,
             num_stages=2 if max(width, value_width) <= 128 else 1,
         )
-    join(Summaries(rows, weights), Summaries(None, None, None, out))
+    join(Summaries(rows, weights), Summaries(out, None))
     return out

@@ -51,16 +51,14 @@ class Summaries(NamedTuple):
     """Summaries, or parts of them that are still to be joined (then with one more dimension, before M).
 
     Attributes:
-        mean: `[N, Hk, M, dv]` float32.
+        mean: `[N, Hk, M, dv]`; parts are float32.
         log_weight: `[N, Hk, M]` float32.
         extra: `[N, Hk, M]` float32, or None.
-        compact: the mean in the type of the values, or None.
     """
 
     mean: Any
     log_weight: Any
     extra: Any = None
-    compact: Any = None
 
 
 @triton.jit(do_not_specialize=["length", "total_length", "splits"])
@@ -69,7 +67,7 @@ def _part(
     length, total_length, heads, group, features, splits,
     directions_sequence, tokens_batch, tokens_head, tokens_row, values_batch, values_head, values_row,
     width: tl.constexpr, value_width: tl.constexpr, WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr,
-    TOKENS: tl.constexpr, FEATURES: tl.constexpr,
+    TOKENS: tl.constexpr, FEATURES: tl.constexpr, NEGATIVE: tl.constexpr,
 ):  # fmt: skip
     feature_blocks = tl.cdiv(features, FEATURES)
     program = tl.program_id(0)
@@ -97,7 +95,10 @@ def _part(
     top, total, extra_sum, acc = empty_sums(FEATURES, VALUE_WIDTH)
     for begin in range(first, last, TOKENS):
         place = begin + tl.arange(0, TOKENS)
-        shift = tl.load(bias + place, mask=place < last, other=float("-inf")) * LOG2E
+        if NEGATIVE:
+            shift = tl.load(bias + place, mask=place < last, other=float("inf")) * -LOG2E
+        else:
+            shift = tl.load(bias + place, mask=place < last, other=float("-inf")) * LOG2E
         # Hidden tokens may hold anything, NaN included: they are not even read.
         visible = shift > float("-inf")
         offset = tl.cast(begin, tl.int64)
@@ -122,7 +123,7 @@ def _part(
 
 @triton.jit(do_not_specialize=["parts"])
 def _join(
-    state, log_weight, extra_state, offset, summary, compact, out_weight, out_extra, parts, features, heads,
+    state, log_weight, extra_state, offset, summary, out_weight, out_extra, parts, features, heads,
     offset_sequence,
     value_width: tl.constexpr, VALUE_WIDTH: tl.constexpr, PARTS: tl.constexpr, FEATURES: tl.constexpr,
     FILL: tl.constexpr, RESCALE: tl.constexpr,
@@ -177,9 +178,7 @@ def _join(
         tl.store(out_extra + place, extra, mask=real)
     cells = place[:, None] * value_width + column[None, :]
     if summary is not None:
-        tl.store(summary + cells, acc, mask=wide)
-    if compact is not None:
-        tl.store(compact + cells, acc.to(compact.dtype.element_ty), mask=wide)
+        tl.store(summary + cells, acc.to(summary.dtype.element_ty), mask=wide)
 
 
 def join(parts: Summaries, into: Summaries, offset: Tensor | None = None, fill: bool = False, rescale: bool = False):
@@ -202,7 +201,7 @@ def join(parts: Summaries, into: Summaries, offset: Tensor | None = None, fill: 
     _join[grid](
         *parts[:3],
         offset,
-        *(into.mean, into.compact, into.log_weight, into.extra),
+        *into,
         *(count, features, heads),
         0 if offset is None else shared_stride(offset),
         value_width=width,
@@ -227,9 +226,10 @@ def collect(
     """Collects the parts that `join` puts together.
 
     Args:
-        directions: `[n, Hk, M, d]` float32, contiguous; n is the number of sequences N, or 1.
+        directions: `[n, Hk, M, d]`, contiguous; n is the number of sequences N, or 1.
         tokens: `[B, Ht, T, d]`, Ht a multiple of Hk: consecutive heads share their summaries.
-        bias: `[B, Ht, T]` float32, contiguous; -inf hides a token, whatever it and its value hold.
+        bias: `[B, Ht, T]` float32, contiguous; -inf hides a token, whatever it and its value hold. With `extra` it is
+            subtracted, not added.
         values: `[B, Ht, T, dv]` in the type of `tokens`.
         cumulative: cumulative lengths `[N + 1]` of packed sequences, or None.
         max_length: the largest length.
@@ -245,9 +245,9 @@ def collect(
         splits = split_count(programs, max_length, 2 * processors(tokens.device))
     shape = (sequences, key_heads, heads // key_heads * splits, features)
     parts = Summaries(
-        directions.new_empty(*shape, value_width),
-        directions.new_empty(shape),
-        None if extra is None else directions.new_empty(shape),
+        bias.new_empty(*shape, value_width),
+        bias.new_empty(shape),
+        None if extra is None else bias.new_empty(shape),
     )
     count = sequences * heads * splits
     if not count:
@@ -260,6 +260,7 @@ def collect(
         *(length, total_length, heads, heads // key_heads, features, splits),
         *(shared_stride(directions), *strides(tokens, values)),
         **width_constants(width, value_width),
+        NEGATIVE=extra is not None,
     )
     return parts
 

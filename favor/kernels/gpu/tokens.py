@@ -34,11 +34,11 @@ def _load_head(base, batch, head, stride_batch, stride_head, columns, width: tl.
 
 @triton.jit(do_not_specialize=["length"])
 def _form(
-    rows, matrix, shift, linear, hidden, grad, out,
-    weight, length, heads,
+    rows, matrix, shift, linear, level, seen, grad, out,
+    root, weight, constant, length, heads, group,
     rows_batch, rows_head, rows_row, matrix_batch, matrix_head, shift_batch, shift_head, linear_batch, linear_head,
-    hidden_batch, out_batch, out_head, out_row,
-    width: tl.constexpr, WIDTH: tl.constexpr, TOKENS: tl.constexpr,
+    level_batch, level_head, seen_batch, out_batch, out_head, out_row,
+    width: tl.constexpr, WIDTH: tl.constexpr, TOKENS: tl.constexpr, FLIP: tl.constexpr, DIAGONAL: tl.constexpr,
 ):  # fmt: skip
     """Computes the form of a block of tokens of one head, or its gradient times `grad` if that is given."""
     blocks = tl.cdiv(length, TOKENS)
@@ -46,35 +46,46 @@ def _form(
     first = (program % blocks).to(tl.int64) * TOKENS
     head = (program // blocks).to(tl.int64) % heads
     batch = (program // blocks).to(tl.int64) // heads
+    owner = head // group
     index = first + tl.arange(0, TOKENS)
     inside = index < length
     shown = inside
-    if hidden is not None:
-        shown = inside & (tl.load(hidden + batch * hidden_batch + index, mask=inside, other=1) == 0)
+    if seen is not None:
+        shown = inside & (tl.load(seen + batch * seen_batch + index, mask=inside, other=0) != 0)
     columns = tl.arange(0, WIDTH)
     # Hidden tokens may hold anything, NaN included: they are not even read.
     r = load_tile(rows, batch, head, first, rows_batch, rows_head, rows_row, shown, width, WIDTH).to(tl.float32)
-    if matrix is not None:
-        moved = r
-        if shift is not None:
-            moved = r - _load_head(shift, batch, head, shift_batch, shift_head, columns, width)[None, :]
-        there = matrix + batch * matrix_batch + head * matrix_head
-        a = load_rows(there, width, columns < width, width, WIDTH, WIDTH)
-        moved = tl.dot(moved, a, input_precision="tf32x3")
     if linear is not None:
-        tilt = _load_head(linear, batch, head, linear_batch, linear_head, columns, width)
+        tilt = _load_head(linear, batch, owner, linear_batch, linear_head, columns, width) * root
+    value = weight * tl.sum(r * r, 1) + constant
+    if linear is not None:
+        value += tl.sum(r * tilt[None, :], 1)
+    if matrix is not None:
+        moved = r * root
+        if shift is not None:
+            moved -= _load_head(shift, batch, owner, shift_batch, shift_head, columns, width)[None, :]
+        there = matrix + batch * matrix_batch + owner * matrix_head
+        a = load_rows(there, width, columns < width, width, WIDTH, WIDTH)
+        if FLIP:
+            a = tl.trans(a)
+        moved = tl.dot(moved, a, input_precision="tf32x3")
     place = (batch * heads + head) * length + index
     if grad is None:
-        value = weight * tl.sum(r * r, 1)
         if matrix is not None:
             value -= tl.sum(moved * moved, 1) / 2
-        if linear is not None:
-            value += tl.sum(r * tilt[None, :], 1)
+        if level is not None:
+            level += batch * level_batch + owner * level_head
+            if DIAGONAL:
+                value += tl.sum(tl.log(tl.abs(tl.load(level + columns * (width + 1), mask=columns < width, other=1.0))))
+            else:
+                value += tl.load(level)
         tl.store(out + place, tl.where(shown, value, float("-inf")), mask=inside)
     else:
+        # Read again, so that registers are free for the products.
+        r = load_tile(rows, batch, head, first, rows_batch, rows_head, rows_row, shown, width, WIDTH).to(tl.float32)
         slope = 2 * weight * r
         if matrix is not None:
-            slope -= moved
+            slope -= tl.dot(moved, tl.trans(a), input_precision="tf32x3") * root
         if linear is not None:
             slope += tilt[None, :]
         g = tl.load(grad + place, mask=shown, other=0.0)
@@ -82,47 +93,55 @@ def _form(
         store_tile(out, batch, head, first, out_batch, out_head, out_row, slope, inside, width, WIDTH)
 
 
+def per_head(tensor: Tensor | None, batch: int, heads: int, *sizes: int) -> tuple[Tensor | None, tuple[int, ...]]:
+    """Gives a tensor `[..., *sizes]` whose last dimensions lie in one piece, and its strides of batch and heads."""
+    if tensor is None:
+        return None, (0, 0)
+    # Almost always in one piece; a product of matrices may leave its result transposed.
+    wide = tensor.contiguous().expand(batch, heads, *sizes)
+    return wide, wide.stride()[:2]
+
+
 def form(
     rows: Tensor,
     matrix: Tensor | None,
     shift: Tensor | None,
     linear: Tensor | None,
-    weight: float,
-    hidden: Tensor | None,
+    numbers: tuple[float, float, float],
+    level: Tensor | None = None,
+    seen: Tensor | None = None,
     grad: Tensor | None = None,
+    groups: int = 1,
 ) -> Tensor:
     """Computes a quadratic form of every token (the part of log-features of the token alone), or its gradient.
 
-    form(r) = -|A'(r - c)|^2 / 2 + r.b + w |r|^2,   its gradient -A A'(r - c) + b + 2 w r
+    form(r) = -|A'(t r - c)|^2 / 2 + t r.b + w |r|^2 + h + constant,   its gradient -t A A'(t r - c) + t b + 2 w r
 
-    Matrices A `[d, d]` and vectors c and b belong to a head; each of the three terms may be left out.
+    Matrices A `[d, d]`, vectors c and b and numbers h belong to a head; each of the four may be left out.
 
     Args:
         rows: `[B, H, S, d]`, float32 or half precision, d at most 128; the last stride is 1.
-        matrix: A `[..., d, d]`, or A A' for the gradient; float32, broadcast over batch and heads.
+        matrix: A `[..., d, d]`, float32, broadcast over batch and heads; it may be transposed in memory.
         shift, linear: c and b, `[..., d]`.
-        weight: w.
-        hidden: boolean `[B, 1, S]`, True for tokens that are not read.
+        numbers: w, t and the constant.
+        level: h `[...]`, or a matrix `[..., d, d]` the logarithms of whose diagonal add up to h.
+        seen: boolean `[B, 1, S]`, False for tokens that are not read.
         grad: gradient of the form `[B, H, S]`, to get that of the rows.
+        groups: heads that share the matrices, vectors and numbers.
 
     Returns:
         `[B, H, S]` float32, -inf where hidden; or like `rows`, zeros where hidden.
     """
     batch, heads, length, width = rows.shape
-
-    def per_head(tensor: Tensor | None, *sizes: int) -> tuple[Tensor | None, tuple[int, ...]]:
-        if tensor is None:
-            return None, (0, 0)
-        wide = tensor.contiguous().expand(batch, heads, *sizes)
-        return wide, wide.stride()[:2]
-
-    (matrix, matrix_strides), (shift, shift_strides), (linear, linear_strides) = (
-        per_head(matrix, width, width),
-        per_head(shift, width),
-        per_head(linear, width),
-    )
-    if hidden is not None:
-        hidden = hidden.contiguous()
+    flip = matrix is not None and not matrix.is_contiguous() and matrix.mT.is_contiguous()
+    owners, is_diagonal = heads // groups, level is not None and level.shape[-2:] == (width, width)
+    matrix, matrix_strides = per_head(matrix.mT if matrix is not None and flip else matrix, batch, owners, width, width)
+    shift, shift_strides = per_head(shift, batch, owners, width)
+    linear, linear_strides = per_head(linear, batch, owners, width)
+    level, level_strides = per_head(level, batch, owners, *((width, width) if is_diagonal else ()))
+    weight, root, constant = numbers
+    if seen is not None and seen.stride(-1) != 1:
+        seen = seen.contiguous()
     if grad is None:
         out = torch.empty(batch, heads, length, dtype=torch.float32, device=rows.device)
     else:
@@ -132,13 +151,63 @@ def form(
     if not out.numel():
         return out
     with torch.cuda.device_of(rows):
-        tile = _tile(width, 64)
+        tile = _tile(width, _TOKENS if matrix is None else _TOKENS // 2)
         _form[(batch * heads * ceil_divide(length, tile["TOKENS"]),)](
-            *(rows, matrix, shift, linear, hidden, grad, out, weight, length, heads),
-            *(*strides(rows), *matrix_strides, *shift_strides, *linear_strides),
-            length if hidden is not None and hidden.shape[0] > 1 else 0,
+            *(rows, matrix, shift, linear, level, seen, grad, out),
+            *(root, weight, constant, length, heads, groups),
+            *(*strides(rows), *matrix_strides, *shift_strides, *linear_strides, *level_strides),
+            0 if seen is None or seen.shape[0] == 1 else seen.stride(0),
             *((0, 0, 0) if grad is None else strides(out)),
             **tile,
+            FLIP=flip,
+            DIAGONAL=is_diagonal,
+        )
+    return out
+
+
+@triton.jit(do_not_specialize=["length"])
+def _cleaned(
+    rows, seen, grad, out, length, heads,
+    rows_batch, rows_head, rows_row, seen_batch, grad_batch, grad_head, grad_row, out_batch, out_head, out_row,
+    width: tl.constexpr, WIDTH: tl.constexpr, TOKENS: tl.constexpr,
+):  # fmt: skip
+    """Puts 0 in place of NaN and infinity in hidden rows, or of their gradient if `grad` is given."""
+    blocks = tl.cdiv(length, TOKENS)
+    program = tl.program_id(0)
+    first = (program % blocks).to(tl.int64) * TOKENS
+    head = (program // blocks).to(tl.int64) % heads
+    batch = (program // blocks).to(tl.int64) // heads
+    index = first + tl.arange(0, TOKENS)
+    inside = index < length
+    shown = tl.load(seen + batch * seen_batch + index, mask=inside, other=0) != 0
+    r = load_tile(rows, batch, head, first, rows_batch, rows_head, rows_row, inside, width, WIDTH)
+    kept = shown[:, None] | (tl.abs(r.to(tl.float32)) < float("inf"))
+    if grad is not None:
+        r = load_tile(grad, batch, head, first, grad_batch, grad_head, grad_row, inside, width, WIDTH)
+    r = tl.where(kept, r, 0.0)
+    store_tile(out, batch, head, first, out_batch, out_head, out_row, r, inside, width, WIDTH)
+
+
+def cleaned(rows: Tensor, seen: Tensor, grad: Tensor | None = None) -> Tensor:
+    """Puts 0 in place of NaN and infinity in hidden rows, see `favor.attention.packing.Cleaned`.
+
+    Rows are `[B, H, L, d]`, d at most 128; `seen` `[B, L]` is False for hidden ones. Given the gradient of the result,
+    it gives that of the rows.
+    """
+    batch, heads, length, width = rows.shape
+    out = torch.empty_like(rows)
+    if out.stride(-1) != 1:  # if rows overlap
+        out = rows.new_empty(rows.shape)
+    seen = seen if seen.stride(-1) == 1 else seen.contiguous()
+    grad = grad if grad is None or grad.stride(-1) == 1 else grad.contiguous()
+    with torch.cuda.device_of(rows):
+        _cleaned[(batch * heads * ceil_divide(length, _TOKENS),)](
+            *(rows, seen, grad, out, length, heads, *strides(rows), seen.stride(0)),
+            *((0, 0, 0) if grad is None else strides(grad)),
+            *strides(out),
+            width=width,
+            WIDTH=padded_width(width),
+            TOKENS=_TOKENS,
         )
     return out
 
@@ -219,7 +288,15 @@ def _newton_schulz(matrix, root, inverse, iterations, width: tl.constexpr, WIDTH
     place = tl.program_id(0).to(tl.int64) * width * width
     row = tl.arange(0, WIDTH)
     real = row < width
-    scaled = load_rows(matrix + place, width, real, width, WIDTH, WIDTH)
+    y, z = roots(load_rows(matrix + place, width, real, width, WIDTH, WIDTH), iterations, WIDTH)
+    store_rows(root + place, width, y, real, width, WIDTH, WIDTH)
+    store_rows(inverse + place, width, z, real, width, WIDTH, WIDTH)
+
+
+@triton.jit
+def roots(scaled, iterations, WIDTH: tl.constexpr):
+    """Gives root and inverse root of a symmetric matrix, see `favor.features.linalg.newton_schulz`."""
+    row = tl.arange(0, WIDTH)
     size = tl.max(tl.sum(tl.abs(scaled), 1), 0)
     size = tl.where(size < 1.1754943508222875e-38, 1.1754943508222875e-38, size)  # not NaN
     eye = tl.where(row[:, None] == row[None, :], 1.0, 0.0)
@@ -227,9 +304,7 @@ def _newton_schulz(matrix, root, inverse, iterations, width: tl.constexpr, WIDTH
     for _ in range(iterations):
         step = 1.5 * eye - 0.5 * tl.dot(z, y, input_precision="tf32x3")
         y, z = tl.dot(y, step, input_precision="tf32x3"), tl.dot(step, z, input_precision="tf32x3")
-    y, z = (y + tl.trans(y)) * (tl.sqrt(size) / 2), (z + tl.trans(z)) / (2 * tl.sqrt(size))
-    store_rows(root + place, width, y, real, width, WIDTH, WIDTH)
-    store_rows(inverse + place, width, z, real, width, WIDTH, WIDTH)
+    return (y + tl.trans(y)) * (tl.sqrt(size) / 2), (z + tl.trans(z)) / (2 * tl.sqrt(size))
 
 
 def newton_schulz(matrix: Tensor, iterations: int) -> tuple[Tensor, Tensor]:

@@ -27,7 +27,8 @@ from triton.compiler import ASTSource
 from triton.runtime.autotuner import Autotuner
 from triton.runtime.jit import JITFunction
 
-from favor.kernels.gpu import bidirectional, causal, chosen, decode, window
+from favor.features import Parameters
+from favor.kernels.gpu import bidirectional, causal, chosen, decode, fits, moments, parameters, window
 from favor.kernels.gpu import tokens as triton_tokens
 from favor.kernels.operands import ChosenOperands, Geometry, Operands
 
@@ -83,7 +84,9 @@ SPILLED = {
 # The kernels of each kind; the tensor cores of Hopper run at full speed only with the instruction wgmma.
 PLAIN = {"_part:wgmma", "_read:wgmma", "_query_gradients:wgmma", "_key_gradients:wgmma"}
 NAMES = {
-    "plain": PLAIN | {"_join", "_step", "_form", "_sums", "_newton_schulz", "_chunk_output", "steep_output"},
+    "plain": PLAIN
+    | {"_join", "_step", "_form", "_sums", "_newton_schulz", "_chunk_output", "steep_output", "_cleaned"}
+    | {"_pieces", "_attention", "_directions", "isotropic", "symmetric", "asymmetric", "centred"},
     "windowed": {"_block_states:wgmma", "_read:wgmma", "_query_gradients:wgmma", "_key_gradients:wgmma", "_outside"},
     "chosen": {"_read:wgmma", "_gradients:wgmma", "_search:wgmma"},
 }
@@ -107,13 +110,8 @@ def test_kernels_compile():
 
 RECORD, TABLE = Path(__file__).with_name("compiled.json"), Path(__file__).with_name("compiled.md")
 recorded = json.loads(RECORD.read_text())
-POINTERS = {
-    torch.float32: "*fp32",
-    torch.int64: "*i64",
-    torch.float16: "*fp16",
-    torch.bfloat16: "*bf16",
-    torch.int32: "*i32",
-}
+POINTERS = {torch.float32: "*fp32", torch.float16: "*fp16", torch.bfloat16: "*bf16"}
+POINTERS |= {torch.int32: "*i32", torch.int64: "*i64", torch.bool: "*i1"}
 
 
 def _type_of(value):
@@ -211,11 +209,27 @@ def compile_plain(kind, width, packed):
     if width > 128:
         return
     rows, matrix = inputs[0], inputs[3][..., :width, :].repeat_interleave(2, 1)
-    terms = (matrix, matrix[..., 0], matrix[..., 1], 0.5, None)
+    seen = torch.ones(1, 1, 256, dtype=torch.bool)
+    terms = (matrix, matrix[..., 0], matrix[..., 1], (0.5, 0.5, 0.5), matrix, seen)
     triton_tokens.form(rows, *terms)
     triton_tokens.form(rows, *terms, rows[..., 0].float())
+    triton_tokens.cleaned(rows, seen[:, 0], rows)
     _, covariance = triton_tokens.moments(rows, rows[..., 0].float())
     triton_tokens.newton_schulz(covariance[..., :64, :64], 14)
+    compile_fits(rows, inputs[1], inputs[3][0], seen[:, 0])
+
+
+def compile_fits(query, key, omega, seen):
+    """Compiles what makes parameters and directions."""
+    width, eye = omega.shape[-1], torch.eye(omega.shape[-1])
+    shift, log_weights = omega[:, 0].contiguous(), omega[:, :, 0].contiguous()
+    params = Parameters(eye, eye, eye, shift=shift, log_weights=log_weights)
+    parameters.directions(omega, params, 0.5, query.dtype)
+    for kind in fits.KINDS:
+        if width <= 64 or kind in ("isotropic", "diagonal"):
+            is_full = kind not in ("isotropic", "diagonal")
+            found = moments.pieces(query, key, seen, seen, 0.5, 16 if kind == "centred" else 0, is_full)
+            fits.fit(kind, found, omega, eye, query.dtype, 0.5, 0.01, 0.01)
 
 
 def compile_every_kind(*case):

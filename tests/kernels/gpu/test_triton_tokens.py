@@ -7,7 +7,7 @@ import torch
 from truth import attention
 
 import favor
-from favor.attention.linear import _Form
+from favor.attention.linear import Form
 from favor.kernels.gpu import tokens as triton_tokens
 from favor.kernels.gpu.common import Blocks, within_memory
 from favor.kernels.gpu.decode import decode
@@ -140,7 +140,7 @@ def test_forms_and_their_gradients(terms, width, dtype, poisoned):
     grad = torch.randn(2, 3, 70)
     exact = [None if x is None else x.double() for x in (matrix, shift, linear)]
     leaf = rows.double().requires_grad_()
-    value = _Form(*exact, weight).of(leaf, torch.float64)
+    value = Form(*exact, weight).of(leaf, torch.float64)
     (slope,) = (
         torch.autograd.grad(
             (value * grad.double()).masked_fill(hidden, 0.0).sum(), leaf, allow_unused=True, materialize_grads=True
@@ -150,11 +150,11 @@ def test_forms_and_their_gradients(terms, width, dtype, poisoned):
     )
 
     rows = rows.masked_fill(hidden.unsqueeze(-1), torch.nan)
-    found = triton_tokens.form(rows, matrix, shift, linear, weight, hidden)
+    numbers = (weight, 1.0, 0.0)
+    found = triton_tokens.form(rows, matrix, shift, linear, numbers, None, ~hidden)
     assert found.dtype == torch.float32
     torch.testing.assert_close(found.double(), value.detach().masked_fill(hidden, -torch.inf), rtol=1e-5, atol=1e-4)
-    gram = None if matrix is None else matrix @ matrix.mT
-    gradient = triton_tokens.form(rows, gram, shift, linear, weight, hidden, grad)
+    gradient = triton_tokens.form(rows, matrix, shift, linear, numbers, None, ~hidden, grad)
     assert gradient.dtype == dtype
     rounding = {torch.float32: 1e-5, torch.bfloat16: 4e-3, torch.float16: 5e-4}[dtype]
     torch.testing.assert_close(gradient.double(), slope, rtol=rounding, atol=1e-4)
