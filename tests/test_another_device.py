@@ -73,6 +73,21 @@ def test_attention(name, is_causal, layout):
     assert reads <= (block_reads if has_blocks else plain_reads)
 
 
+def test_a_mask_is_looked_at_once_until_it_changes():
+    tokens, mask = torch.randn(3, 2, 2, 20, 8), torch.ones(2, 20, dtype=torch.bool)
+
+    def reads():
+        before = device.reads
+        favor.favor_attention(*tokens.to("meta"), features="landmark", key_padding_mask=there)
+        return device.reads - before
+
+    with another_device() as device:
+        there = mask.to("meta")
+        assert [reads(), reads()] == [1, 0]
+        there[1, :4] = False
+        assert [reads(), reads()] == [1, 0]
+
+
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_landmarks_of_half_precision_are_those_of_float32(dtype, is_causal):

@@ -115,8 +115,9 @@ class AttentionCall:
         """
         if self.query_mask is not None or self.key_mask is None:
             return self.query_mask
-        own = self.is_causal or length == key_length
-        return self.key_mask[:, key_length - length :] if own else None
+        if length == key_length:
+            return self.key_mask  # itself, so that it is looked at once
+        return self.key_mask[:, key_length - length :] if self.is_causal else None
 
 
 def favor_attention(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, MutableMapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
 
 from favor.kernels.dispatch import fuses, has_shape_only, is_tracing, kernel_module
 
@@ -126,10 +127,15 @@ class Compaction:
 
     @classmethod
     def of(cls, mask: Tensor) -> Compaction | None:
-        """Makes a permutation for a mask `[B, S]`; None if all padding is at the end."""
-        if not is_tracing(mask) and bool((mask[:, 1:] <= mask[:, :-1]).all()):
-            return None
-        return cls.to_front(mask)
+        """Makes a permutation for a mask `[B, S]`; None if all padding is at the end.
+
+        A mask is looked at once, and not again by the other layers of a model: a GPU would wait each time.
+        """
+        if is_tracing(mask) or mask.is_inference():  # then nothing tells whether it was changed
+            return None if _ends_in_padding(mask) else cls.to_front(mask)
+        if mask not in _SEEN or _SEEN[mask][0] != mask._version:
+            _SEEN[mask] = (mask._version, None if _ends_in_padding(mask) else cls.to_front(mask))
+        return _SEEN[mask][1]
 
     @classmethod
     def to_front(cls, mask: Tensor) -> Compaction:
@@ -150,6 +156,14 @@ class Compaction:
     def back(self, rows: Tensor, length: int) -> Tensor:
         """Puts the last `length` tokens of `[B, H, S, w]` back in their old places."""
         return _gather(rows, self.places)[:, :, rows.shape[2] - length :]
+
+
+# By mask: its version, and its permutation.
+_SEEN: MutableMapping[Tensor, tuple[int, Compaction | None]] = WeakIdKeyDictionary()
+
+
+def _ends_in_padding(mask: Tensor) -> bool:
+    return not is_tracing(mask) and bool((mask[:, 1:] <= mask[:, :-1]).all())
 
 
 def _gather(rows: Tensor, order: Tensor) -> Tensor:

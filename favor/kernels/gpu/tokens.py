@@ -19,6 +19,8 @@ from favor.kernels.gpu.common import (
     strides,
 )
 
+_TOKENS = 64
+
 
 def _tile(width: int, tokens: int) -> dict[str, int]:
     """Gives the rows of a program, with their width: `tokens`, or for wide rows so few that registers hold a matrix."""

@@ -8,8 +8,10 @@ import sys
 import pytest
 import torch
 from elsewhere import triton_there
+from small_sections import set_small_sections
 
 import favor
+from favor.kernels import StreamState
 
 # Options of a call, and launches at most: forward, backward.
 BUDGETS = {
@@ -32,6 +34,8 @@ BUDGETS = {
     "aderf, calibrated": ({"is_calibrated": True}, 5, 6),
     "sderf, calibrated": ({"is_calibrated": True}, 5, 6),
     "wderf, calibrated": ({"is_calibrated": True}, 5, 6),
+    "landmark": ({"selected_keys": 6}, 11, 3),
+    "landmark, causal": ({"selected_keys": 6, "is_causal": True}, 7, 3),
     "wderf, calibrated, causal": ({"is_calibrated": True, "is_causal": True}, 6, 9),
 }
 
@@ -68,8 +72,9 @@ def launches(length, *, dtype=torch.bfloat16, **options):
 
 
 @pytest.mark.parametrize("name", BUDGETS)
-def test_budgets(name):
+def test_budgets(name, monkeypatch):
     """Counts at two lengths, of which one has several pieces, chunks or blocks."""
+    set_small_sections(monkeypatch)
     options, most_forward, most_backward = BUDGETS[name]
     found = [launches(length, features=name.split(",")[0], **options) for length in (24, 50)]
     assert found[0] == found[1]
@@ -77,6 +82,24 @@ def test_budgets(name):
     assert reads == 0
     assert len(forward) <= most_forward, forward
     assert len(backward) <= most_backward, backward
+
+
+@pytest.mark.parametrize(("features", "most", "most_of_a_block"), [("landmark", 4, 6), ("pos", 4, 4)])
+def test_budgets_of_one_token(features, most, most_of_a_block, monkeypatch):
+    """Counts a token within a block of landmarks, and one that begins the next one."""
+    set_small_sections(monkeypatch)
+    options = {"features": features, "is_causal": True, "num_features": 32}
+    options |= {"selected_keys": 6} if features == "landmark" else {}
+    with triton_there() as there, torch.no_grad():
+        tokens, state, counts = torch.randn(1, 1, 25, 16).to("meta", torch.bfloat16), StreamState(), []
+        for first, last in [(0, 21), *((n, n + 1) for n in range(21, 25))]:
+            piece = [tokens[:, :, first:last]] * 3
+            there.launches.clear()
+            favor.favor_attention(*piece, state=state, **options)
+            counts.append(list(there.launches))
+    assert there.reads == 0
+    assert max(map(len, counts[2:4])) <= most, counts[3]
+    assert len(counts[4]) <= most_of_a_block, counts[4]
 
 
 @pytest.mark.parametrize("name", ["pos, padding", "gerf, padding", "sderf", "wderf, window", "wderf, calibrated"])
