@@ -361,7 +361,7 @@ class SectionOptions(NamedTuple):
 
 
 class SectionTables(NamedTuple):
-    """What earlier tokens left behind, with room for S tokens in whole sections; all contiguous.
+    """Holds what earlier tokens left behind, with room for S tokens in whole sections; all contiguous.
 
     Attributes:
         key, value: `[B, Hk, S, d]` and `[B, Hk, S, dv]`.
