@@ -136,6 +136,8 @@ TUNING = Step(
 STEPS = [
     _tests("kernels/gpu/test_triton_attention.py", 60, "nothing_to_attend"),
     _tests("kernels/gpu/test_triton_tokens.py", 45, "roots and 5"),
+    _tests("kernels/gpu/test_triton_landmarks.py", 45, "a_short_sequence"),
+    _tests("kernels/gpu/test_triton_fits.py", 45, "nothing_that_counts"),
     _tests("kernels/test_chosen.py", 45, "work_in_many_parts", "-k", "triton"),
     _methods("causal", "forward", CAUSAL, 60),
     _methods("bidirectional", "forward", BIDIRECTIONAL, 60),
