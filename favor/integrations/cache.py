@@ -31,6 +31,7 @@ class StreamLayer(CacheLayerMixin):
     """
 
     is_sliding = False
+    length: Any  # tokens seen: a number, or a tensor with room for all tokens
 
     def __init__(self) -> None:
         super().__init__()
@@ -61,7 +62,7 @@ class StreamLayer(CacheLayerMixin):
 
     def covered(self, new: int) -> int:
         """Gives how many keys a mask is about, of which the last `new` come with the call."""
-        return self.length
+        return int(self.length)
 
     def _check(self) -> None:
         if self._unread:
@@ -166,8 +167,12 @@ class StaticStreamLayer(StreamLayer):
         super().__init__()
         self.max_cache_len = max_cache_len
         self.state = StreamState(room=max_cache_len)
+        self._full = (  # a compiler makes no texts of numbers
+            f"a FavorCache with max_cache_len={max_cache_len} has no room for more. Make one with a larger "
+            "max_cache_len, or one without it, which grows."
+        )
         with torch.inference_mode(False):  # what is made in it cannot be changed in place outside of it
-            self.length: Any = torch.zeros((), dtype=torch.int64)
+            self.length = torch.zeros((), dtype=torch.int64)
 
     def reset(self) -> None:
         """Forgets everything, and keeps the memory for the next tokens."""
@@ -186,14 +191,10 @@ class StaticStreamLayer(StreamLayer):
             if not is_tracing(key_states):
                 torch._dynamo.mark_static_address(self.length)
         self.length.add_(key_states.shape[-2])
-        message = (
-            f"a FavorCache has room for max_cache_len={self.max_cache_len} tokens, and got more. Make a cache with a "
-            "larger max_cache_len, or one without it, which grows."
-        )
         if is_tracing(key_states) or (key_states.shape[-2] == 1 and not on_cpu(self.length)):  # without waiting
-            torch._assert_async(self.length <= self.max_cache_len, message)
+            torch._assert_async(self.length <= self.max_cache_len, self._full)
         elif int(self.length) > self.max_cache_len:
-            raise ValueError(message.replace("got more", f"got {int(self.length)}"))
+            raise ValueError(f"got {int(self.length)} tokens in all: {self._full}")
 
     def covered(self, new: int) -> int:
         """Gives the number of new keys."""
@@ -321,7 +322,7 @@ class FavorCache(DynamicCache):
         made = partial(StaticStreamLayer, max_cache_len)
         self.layers = [made() for _ in self.layers]
         if config is None:
-            self.layer_class_to_replicate = made
+            self.layer_class_to_replicate = made  # type: ignore[assignment]
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
