@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import soundfile
 import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 
 import favor
 import favor.decomposition
@@ -76,6 +77,19 @@ def snippets(name):
     """The Python examples of a guide, with the smallest model."""
     text = (ROOT / f"docs/guides/{name}.md").read_text().replace('preset("small"', 'preset("tiny"')
     return re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+
+
+def test_the_examples_of_decoders_run():
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    ids = torch.randint(3, 40, (1, 200), generator=torch.Generator().manual_seed(0))
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=40, eos_token_id=None, **sizes)).eval()
+    model.generation_config.max_new_tokens = 20
+    grows, fixed, static = snippets("decoders")
+    names = {"favor": favor, "model": model, "inputs": inputs, "dataloader": [inputs]}
+    for snippet in (grows, static, fixed):  # the last one sets a window
+        exec(snippet, names)
+    assert names["cache"].get_seq_length() == 219
 
 
 def test_the_example_of_long_recordings_runs():

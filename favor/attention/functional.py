@@ -242,7 +242,7 @@ def favor_attention(
         if query_mask is not None and query_mask.shape == compaction.order.shape:
             query_mask = query_mask.gather(1, compaction.order)
         call = replace(call, key_mask=compaction.mask, query_mask=query_mask)
-    elif family.selects_keys:
+    elif family.selects_keys and max(query.shape[2], key.shape[2]) > 1:
         (query, key, value), call, compaction = _moved_apart((query, key, value), call)
     # Autocast would run the projections, and so the exponents, in half precision.
     kind = query.device.type

@@ -118,7 +118,7 @@ def favor_attention_forward(
     cached = getattr(key, CACHE_LAYER, None)
     length, key_length = query.shape[2], key.shape[2]
     # A state holds the keys of earlier tokens; a mask covers all tokens.
-    known = key_length if cached is None else cached.length
+    known = key_length if cached is None else cached.covered(key_length)
     shape = (query.shape[0], length, known)
     sees = visibility(module, attention_mask, is_causal, shape, kwargs.get("sliding_window"), packed)
     if cached is not None and sees.padding is not None:

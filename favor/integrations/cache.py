@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers import DynamicCache, PretrainedConfig
 from transformers.cache_utils import (
@@ -15,6 +17,7 @@ from transformers.cache_utils import (
 )
 
 from favor.kernels import StreamState
+from favor.kernels.dispatch import is_tracing, on_cpu
 from favor.landmark.kept import Kept
 
 CACHE_LAYER = "favor_cache_layer"  # attribute of the keys that a `StreamLayer` passes on
@@ -28,6 +31,7 @@ class StreamLayer(CacheLayerMixin):
     """
 
     is_sliding = False
+    length: Any  # tokens seen: a number, or a tensor with room for all tokens
 
     def __init__(self) -> None:
         super().__init__()
@@ -46,12 +50,19 @@ class StreamLayer(CacheLayerMixin):
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Passes on new keys and values `[B, Hk, L, d]`, which the attention function then adds to the state."""
         self._check()
+        self._count(key_states, value_states)
         self.is_initialized, self._unread = True, True
-        self.length += key_states.shape[-2]
-        self.keys, self.values = key_states[:, :, :0], value_states[:, :, :0]  # some models ask how many there are
         marked = key_states.view_as(key_states)
         setattr(marked, CACHE_LAYER, self)
         return marked, value_states
+
+    def _count(self, key_states: Tensor, value_states: Tensor) -> None:
+        self.length += key_states.shape[-2]
+        self.keys, self.values = key_states[:, :, :0], value_states[:, :, :0]  # some models ask how many there are
+
+    def covered(self, new: int) -> int:
+        """Gives how many keys a mask is about, of which the last `new` come with the call."""
+        return int(self.length)
 
     def _check(self) -> None:
         if self._unread:
@@ -81,7 +92,8 @@ class StreamLayer(CacheLayerMixin):
         self._unread, self._options = False, options
         if self.place is not None:
             cache, number = self.place
-            cache.layers[number] = self
+            if cache.layers[number] is not self:
+                cache.layers[number] = self
         return self.state
 
     def keep(self, key: Tensor, value: Tensor) -> None:
@@ -142,6 +154,76 @@ class StreamLayer(CacheLayerMixin):
         self.state.change(lambda tensor: tensor[indices])
 
 
+class StaticStreamLayer(StreamLayer):
+    """A `StreamLayer` for compiled programs and CUDA graphs, with room for N tokens.
+
+    Its tensors keep their addresses, also after `reset`, and no number on the host changes from token to token: the
+    tensor `length` says how many there were. Masks are about the new tokens alone.
+    """
+
+    is_compileable = True
+
+    def __init__(self, max_cache_len: int) -> None:
+        super().__init__()
+        self.max_cache_len = max_cache_len
+        self.state = StreamState(room=max_cache_len)
+        self._full = (  # a compiler makes no texts of numbers
+            f"a FavorCache with max_cache_len={max_cache_len} has no room for more. Make one with a larger "
+            "max_cache_len, or one without it, which grows."
+        )
+        with torch.inference_mode(False):  # what is made in it cannot be changed in place outside of it
+            self.length = torch.zeros((), dtype=torch.int64)
+
+    def reset(self) -> None:
+        """Forgets everything, and keeps the memory for the next tokens."""
+        state, length = self.state, self.length
+        super().reset()
+        state.restart()
+        self.state, self.length = state, length.zero_()
+
+    def _count(self, key_states: Tensor, value_states: Tensor) -> None:
+        if self.keys is None:
+            self.keys, self.values = (
+                rows.new_empty(*rows.shape[:2], 0, rows.shape[3]) for rows in (key_states, value_states)
+            )
+            with torch.inference_mode(False):
+                self.length = self.length.to(key_states.device)
+            if not is_tracing(key_states):
+                torch._dynamo.mark_static_address(self.length)
+        self.length.add_(key_states.shape[-2])
+        if is_tracing(key_states) or (key_states.shape[-2] == 1 and not on_cpu(self.length)):  # without waiting
+            torch._assert_async(self.length <= self.max_cache_len, self._full)
+        elif int(self.length) > self.max_cache_len:
+            raise ValueError(f"got {int(self.length)} tokens in all: {self._full}")
+
+    def covered(self, new: int) -> int:
+        """Gives the number of new keys."""
+        return new
+
+    def keep(self, key: Tensor, value: Tensor) -> None:
+        """Raises a ValueError: layers that are not causal keep keys of any number."""
+        raise ValueError("a FavorCache with max_cache_len is for causal layers, and this one is not: leave it out.")
+
+    def get_seq_length(self) -> Any:
+        """Gives the number of tokens seen; after the first ones as a tensor, as transformers' `StaticLayer` does."""
+        return self.length if self.is_initialized else 0
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, Any]:
+        """Gives length and offset of the keys that a mask is about, the new ones."""
+        self._check()
+        return query_length, self.length
+
+    def get_max_length(self) -> int:
+        """Gives N."""
+        return self.max_cache_len
+
+    def crop(self, tokens: int) -> None:
+        """Raises a ValueError: the host does not know how many tokens there are."""
+        raise ValueError(
+            "a FavorCache with max_cache_len cannot forget its last tokens, as assisted generation asks: leave it out."
+        )
+
+
 class _LinearAttentionAndStreamLayer(LinearAttentionLayer, StreamLayer):  # type: ignore[misc,override]
     """Past of a layer that has two kinds: states of the model itself (a convolution's), and causal FAVOR attention."""
 
@@ -197,6 +279,11 @@ class FavorCache(DynamicCache):
 
     Args:
         config: of the model. Default None: all layers are of full attention.
+        max_cache_len: N, to make room for N tokens at once. Decoding then compiles into one program for all tokens, or
+            a CUDA graph. Landmarks choose anew at each token. Default None: the cache grows.
+
+    Raises:
+        ValueError: if `max_cache_len` is less than 1, or given for a model with sliding windows or states of its own.
 
     Example:
         >>> import torch, favor
@@ -211,12 +298,31 @@ class FavorCache(DynamicCache):
         7
     """
 
-    def __init__(self, config: PretrainedConfig | None = None) -> None:
+    def __init__(self, config: PretrainedConfig | None = None, max_cache_len: int | None = None) -> None:
         super().__init__(config=config)
         if config is None:
             self.layer_class_to_replicate = StreamLayer
+        if max_cache_len is not None:
+            self._make_static(max_cache_len, config)
+            return
         whole = (DynamicLayer, LinearAttentionAndFullAttentionLayer)
         self.layers = [_stream_layer(layer) if type(layer) in whole else layer for layer in self.layers]
+
+    def _make_static(self, max_cache_len: int, config: PretrainedConfig | None) -> None:
+        if max_cache_len < 1:
+            raise ValueError(
+                f"max_cache_len must be at least 1, the number of tokens to make room for; got {max_cache_len}."
+            )
+        kinds = {type(layer).__name__ for layer in self.layers} - {"DynamicLayer"}
+        if kinds:
+            raise ValueError(
+                "max_cache_len is for models whose layers are all of full attention, and this one has layers that need "
+                f"a {', '.join(sorted(kinds))}: leave it out."
+            )
+        made = partial(StaticStreamLayer, max_cache_len)
+        self.layers = [made() for _ in self.layers]
+        if config is None:
+            self.layer_class_to_replicate = made  # type: ignore[assignment]
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any

@@ -54,7 +54,7 @@ def favor_mask(
     q_length: int,
     kv_length: int,
     q_offset: int | Tensor = 0,
-    kv_offset: int = 0,
+    kv_offset: int | Tensor = 0,
     mask_function: Callable[..., Any] = causal_mask_function,
     attention_mask: Tensor | None = None,
     local_size: int | None = None,
@@ -77,7 +77,8 @@ def favor_mask(
         _check_not_replaced()
     device = kwargs.get("device")
     pattern = _pattern(mask_function)
-    grows = not isinstance(q_offset, Tensor) and q_offset + q_length == kv_offset + kv_length
+    is_static = isinstance(kv_offset, Tensor)  # a FavorCache with max_cache_len, which asks about the new keys
+    grows = is_static or (not isinstance(q_offset, Tensor) and q_offset + q_length == kv_offset + kv_length)
     if local_size is not None and (pattern is None or not grows):
         kwargs.update(allow_is_causal_skip=False, allow_is_bidirectional_skip=False)
         kwargs.update(q_offset=q_offset, kv_offset=kv_offset, mask_function=mask_function)
@@ -95,20 +96,28 @@ def favor_mask(
         return _record(nothing, Visibility(pattern.causal, pattern.reach))
     if pattern.causal and not grows:
         raise ValueError(
-            "favor attention needs a cache that grows with the sequence (DynamicCache); a static cache was given. "
-            'Use the default cache_implementation, or attn_implementation="sdpa".'
+            "favor attention needs a cache that grows with the sequence (DynamicCache), or a FavorCache with "
+            "max_cache_len; a static cache of transformers was given. Use the default cache_implementation, or "
+            'attn_implementation="sdpa".'
         )
     padding: Tensor | None = None
     counts: list[int] = []
     if attention_mask is not None:
-        padding = attention_mask[:, kv_offset : kv_offset + kv_length].to(torch.bool)
+        if is_static:
+            columns = kv_offset + torch.arange(kv_length, device=attention_mask.device)
+            padding = attention_mask.index_select(1, columns).to(torch.bool)
+        else:
+            padding = attention_mask[:, kv_offset : kv_offset + kv_length].to(torch.bool)
         if padding.shape[1] < kv_length:
             padding = torch.nn.functional.pad(padding, (0, kv_length - padding.shape[1]))
-        if not is_tracing(padding):  # a GPU waits here, once per forward pass
+        if not is_tracing(padding) and not (is_static and kv_length == 1):  # a GPU waits here, once per forward pass
             counts = padding.sum(1).tolist()
             padding = None if min(counts, default=kv_length) == kv_length else padding
     shown = torch.ones(1, 1, dtype=torch.bool, device=device) if padding is None else padding
-    shown = shown[:, None, None, :].expand(batch_size, 1, q_length if pattern.causal else 1, kv_length)
+    rows = q_length if pattern.causal and not is_static else 1
+    shown = shown[:, None, None, :].expand(batch_size, 1, rows, kv_length)
+    if is_static:
+        shown = shown.contiguous()  # `generate` would lose the record
     return _record(shown, Visibility(pattern.causal, pattern.reach, padding, counts=counts))
 
 

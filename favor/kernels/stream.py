@@ -149,6 +149,9 @@ class StreamState:
         is_ragged: whether some tokens may be padding, as when the sequences of a batch have different lengths.
         window: length of the exact blocks of positive features; 0 for none.
         tokens: how many tokens there were, with padding.
+        room: N, for programs that are compiled or recorded once for all tokens: memory for N tokens is made with the
+            first ones, and keeps its address; `tokens` and `shown` then count the first piece alone. 0: it grows.
+        spare: memory that `restart` has left for the next first piece.
         shown: for landmarks, how many last tokens no sequence of the batch hides. Only these can be forgotten: behind a
             piece that is padded at its right, the tokens of the state are not those of the batch's columns.
 
@@ -167,10 +170,14 @@ class StreamState:
     window: int = 0
     tokens: int = 0
     shown: int = 0
+    room: int = 0
+    spare: Any = None
 
     def note(self, mask: Tensor | None, length: int, will_forget: bool) -> None:
         """Notes which of the next `length` tokens are padding, by a mask `[B, length]`, read if `shown` is needed."""
         self.is_ragged = self.is_ragged or mask is not None
+        if self.room and self.memory is not None:
+            return
         self.tokens += length
         self.shown += length
         if not will_forget or mask is None or length == 1:
@@ -178,6 +185,28 @@ class StreamState:
         columns = [False] if is_tracing(mask) else mask.all(0).tolist()
         if False in columns:
             self.shown = columns[::-1].index(False)
+
+    def settle(self, memory: Any) -> None:
+        """Takes the memory of the first piece; with `room`, into the tensors that `restart` has left, if they fit."""
+        self.memory, left = memory, self.spare
+        if not self.room:
+            return
+        new, self.spare = self._memory(), None
+        self.memory = left if type(left) is type(memory) else None
+        old = self._memory()
+        if [(own.shape, own.dtype, own.device) for own in old] == [(own.shape, own.dtype, own.device) for own in new]:
+            for own, one in zip(old, new, strict=True):
+                own.copy_(one)
+            return
+        with torch.inference_mode(False):  # what is made in it cannot be changed in place outside of it
+            self.memory = type(memory)(*(own.clone() for own in new))
+        for own in () if is_tracing(*new) else self._memory():
+            torch._dynamo.mark_static_address(own)
+
+    def restart(self) -> None:
+        """Makes this the state before the first token, and leaves its memory for the next first piece."""
+        self.spare = self.spare if self.memory is None else self.memory
+        self.memory, self.block, self.is_ragged, self.tokens, self.shown = None, (), False, 0, 0
 
     @property
     def nbytes(self) -> int:
@@ -192,6 +221,11 @@ class StreamState:
         self, key: Tensor, value: Tensor, key_directions: Tensor, key_bias: Tensor, window: int, kernel: str = "auto"
     ) -> None:
         """Makes this the state after a prompt, whatever it was before; the arguments are those of `extend`."""
+        if window and self.room:
+            raise ValueError(
+                f"a cache with max_cache_len keeps no open block of a window; use window=0 (it is {window}), or leave "
+                "max_cache_len out."
+            )
         self.window = window
         if window and self.is_ragged and key.shape[2]:
             bias, self.block = _split((key, value, key_bias), window, key_directions.dtype)
@@ -200,7 +234,7 @@ class StreamState:
             complete = key.shape[2] - key.shape[2] % window if window else key.shape[2]
             past, rest = zip(*(tensor.tensor_split([complete], 2) for tensor in (key, value, key_bias)), strict=True)
             self.block = _cleaned(rest[0], rest[1], rest[2], key_directions.dtype) if rest[0].shape[2] else ()
-        self.memory = DecodeState.from_keys(past[0], past[1], key_directions, past[2], kernel=kernel)
+        self.settle(DecodeState.from_keys(past[0], past[1], key_directions, past[2], kernel=kernel))
 
     @property
     def can_join(self) -> bool:
@@ -329,7 +363,7 @@ def _prepare(state: StreamState, operands: Operands, window: int) -> None:
             f"the state holds {state.block[0].shape[2]} tokens of a block, so it was begun with a longer window than "
             f"{window}; begin again with a new StreamState()."
         )
-    if state.memory.log_weight.is_inference() and not torch.is_inference_mode_enabled():
+    if not state.room and state.memory.log_weight.is_inference() and not torch.is_inference_mode_enabled():
         state.change(torch.clone)  # tensors made in inference mode cannot be changed in place outside of it
     if state.memory.log_weight.dtype != dtype:
         state.change(lambda tensor: tensor.to(dtype))

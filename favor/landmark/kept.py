@@ -30,12 +30,18 @@ class Kept(Past):
     shared: Tensor
 
     @classmethod
-    def of(cls, past: Past, length: Tensor) -> Kept:
-        """Copies what the first tokens leave behind, of which `length` `[B]` are no padding."""
-        shared = torch.empty(*past.samples.shape[:2], 0, dtype=torch.int32, device=length.device)
+    def of(cls, past: Past, length: Tensor, room: int = 0, selected: int = 0) -> Kept:
+        """Copies what the first tokens leave behind, of which `length` `[B]` are no padding.
+
+        With `room` for so many tokens in all, no table is made anew later, also not that of `selected` keys.
+        """
+        keys = past.key.shape[2]
+        total = -(-max(keys, room) // SECTION) * SECTION
+        number = min(selected, total) if room else 0
+        shared = torch.zeros(*past.samples.shape[:2], number, dtype=torch.int32, device=length.device)
         kept = cls(**{name: table.detach() for name, table in vars(past).items()}, length=length, shared=shared)
         kept.samples = pad(kept.samples, (0, 0, 0, 1))
-        kept._add(-kept.key.shape[2] % SECTION)
+        kept._add(total - keys)
         return kept
 
     def grow(self, tokens: int) -> None:
@@ -54,6 +60,12 @@ class Kept(Past):
         self.coordinates = causal.coordinates(self.samples[:, :, : BLOCK // STEP], self.key[:, :, :BLOCK])
         self.index = causal.indexed(self.key, self.coordinates).contiguous()
 
+    def decide(self, few: Tensor) -> None:
+        """Finds the coordinates of rows that had few tokens, by a mask `[B]`: the first 64 decide, and are indexed."""
+        found = causal.coordinates(self.samples[:, :, : BLOCK // STEP], self.key[:, :, :BLOCK])
+        self.coordinates.copy_(torch.where(few[:, None, None], found, self.coordinates))
+        self.index[:, :, :BLOCK] = causal.indexed(self.key[:, :, :BLOCK], self.coordinates)
+
     def append(self, query: Tensor, key: Tensor, value: Tensor, counts: Tensor) -> Tensor:
         """Writes tokens `[B, H or Hk, L, .]` behind the others, and gives their places `[B, L]`.
 
@@ -67,14 +79,16 @@ class Kept(Past):
         section = (place // SECTION)[:, None, :, None]
         for sums, rows in ((self.far_key, key), (self.far_value, value)):
             sums.scatter_add_(2, section.expand(-1, *rows.shape[1:2], -1, rows.shape[3]), rows.to(sums.dtype))
-        self.length = self.length + counts
+        self.length += counts
         return place
 
     def convert(self, dtype: torch.dtype) -> None:
         """Brings everything to the type of the next tokens; sums are float32 at least."""
         precision = torch.promote_types(dtype, torch.float32)
         for name in ("key", "value", "samples", "index", "far_key", "far_value"):
-            setattr(self, name, getattr(self, name).to(precision if name.startswith("far") else dtype))
+            wanted = precision if name.startswith("far") else dtype
+            if getattr(self, name).dtype != wanted:
+                setattr(self, name, getattr(self, name).to(wanted))
 
     def forget(self, tokens: int) -> None:
         """Forgets the last tokens of each sequence."""
@@ -106,30 +120,36 @@ def attention(query: Tensor, key: Tensor, value: Tensor, call: AttentionCall) ->
     one_operator = is_fused(call.kernel, query, value)
     if state.memory is None and one_operator:
         out, known = causal.fused(query, key, value, call)
-        state.memory = Kept.of(known, counted(call.key_mask, key))
+        state.settle(Kept.of(known, counted(call.key_mask, key), state.room, call.selected_keys))
         return out
     if state.memory is None:
         counts = counted(call.key_mask, key)
         past = torch.zeros_like(counts)
         known = causal.past_of(query, key, value, past, True)
-        state.memory = Kept.of(known, counts)
+        state.settle(Kept.of(known, counts, state.room, call.selected_keys))
         return causal.read_past(known, query, past, True, *options)
     kept, length = _checked(query, key, value, state), query.shape[2]
     # The first 64 tokens decide; shorter rows of a batch may have had fewer until now.
     before = state.tokens - length
     decides = (state.is_ragged or before < BLOCK) and state.tokens // BLOCK > before // BLOCK
+    if state.room:  # the host knows the tokens of the first piece alone
+        decides = state.is_ragged or state.tokens < BLOCK
     with torch.no_grad():
-        kept.grow(state.tokens)
+        if not state.room:
+            kept.grow(state.tokens)
         if length == 1 and one_operator and plain(query, key, value):
             return _step(kept, query, key, value, call, decides)
         place = kept.append(query, key, value, counted(call.key_mask, key))
-        if decides:
+        if decides and state.room:
+            kept.decide(place[:, 0] < BLOCK)
+        if decides and not state.room:
             kept.find_coordinates()
         else:
             causal.write(kept.index, place, causal.indexed(key, kept.coordinates))
         if length == 1:
             return _one(kept, query, place[:, 0], state, *options)
-        kept.shared = kept.shared[:, :, :0]
+        if not state.room:
+            kept.shared = kept.shared[:, :, :0]
         return causal.read_past(kept, query, place[:, 0], False, *options)
 
 
@@ -141,7 +161,7 @@ def _checked(query: Tensor, key: Tensor, value: Tensor, state: StreamState) -> K
         raise ValueError(
             "the state was begun with other options or another batch; begin again with a new StreamState()."
         )
-    made = any(getattr(begun, field.name).is_inference() for field in fields(begun))
+    made = not state.room and any(getattr(begun, field.name).is_inference() for field in fields(begun))
     if made and not torch.is_inference_mode_enabled():
         state.change(torch.clone)  # tensors made in inference mode cannot be changed in place outside of it
     kept: Kept = state.memory
@@ -156,11 +176,14 @@ def _one(
     batch, heads = query.shape[:2]
     begin = place // BLOCK * BLOCK
     begins = (state.tokens - 1) % BLOCK == 0
-    if state.is_ragged:  # a GPU would wait for an answer
+    if state.is_ragged and not state.room:  # a GPU would wait for an answer
         begins = not on_cpu(place) or bool((begin == place).any())
-    if begins or not kept.shared.shape[2]:
-        kept.shared = causal.votes(kept, begin.unsqueeze(1), selected, kernel).view(batch, heads, -1)
-    shared, seen = kept.shared.flatten(0, 1).unsqueeze(1), (place // SECTION * SECTION).unsqueeze(1)
+    shared = kept.shared
+    if state.room or begins or not shared.shape[2]:
+        shared = causal.votes(kept, begin.unsqueeze(1), selected, kernel).view(batch, heads, -1)
+    if not state.room:
+        kept.shared = shared
+    shared, seen = shared.flatten(0, 1).unsqueeze(1), (place // SECTION * SECTION).unsqueeze(1)
     blocks = query.flatten(0, 1)[:, None]
     out = causal.read_blocks(kept, blocks, place, seen, shared, scale, kernel)
     return out.view(batch, heads, 1, -1)
@@ -170,7 +193,8 @@ def _step(kept: Kept, query: Tensor, key: Tensor, value: Tensor, call: Attention
     """Does what `append` and `_one` do by one kernel, which also looks where a block begins without an answer."""
     assert call.state is not None
     selected = min(call.selected_keys, kept.key.shape[2])
-    chooses = call.state.is_ragged or (call.state.tokens - 1) % BLOCK == 0 or not kept.shared.shape[2]
+    state = call.state
+    chooses = bool(state.room) or state.is_ragged or (state.tokens - 1) % BLOCK == 0 or not kept.shared.shape[2]
     if chooses and kept.shared.shape[2] != selected:
         kept.shared = kept.shared.new_empty(*kept.shared.shape[:2], selected)
     tables = SectionTables(
@@ -187,6 +211,8 @@ def _step(kept: Kept, query: Tensor, key: Tensor, value: Tensor, call: Attention
     )
     counts = None if call.key_mask is None else counted(call.key_mask, key)
     out = step(query, key, value, counts, tables, causal.options_of(call), call.kernel)
-    if decides:
+    if decides and state.room:
+        kept.decide(kept.length <= BLOCK)
+    elif decides:
         kept.find_coordinates()
     return out

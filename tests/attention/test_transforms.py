@@ -1,8 +1,10 @@
-"""Attention on tensors without numbers (meta, fake), in `torch.func` against autograd; torch.jit.trace is refused."""
+"""Attention on tensors without numbers (meta, fake), compiled, and in `torch.func`; torch.jit.trace is refused."""
 
 import pytest
 import torch
+from graphs import Graphs
 from reference import FAMILIES, attend, inputs
+from small_sections import set_small_sections
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import BertConfig, BertModel, LlamaConfig, LlamaForCausalLM
@@ -46,6 +48,44 @@ def test_shapes_are_those_of_tensors_with_numbers(name, is_causal):
         fake = [torch.empty(tensor.shape, dtype=tensor.dtype) for tensor in tensors]
         assert passed(name, fake, torch.empty(mask.shape, dtype=torch.bool), is_causal) == expected
     assert passed(name, [tensor.clone() for tensor in tensors], mask, is_causal) == expected
+
+
+interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="runs Triton kernels on the CPU, by the interpreter")
+FORMS = [
+    *((name, {}) for name in [*FAMILIES, "wderf@64"]),
+    *((name, {"is_causal": True}) for name in ("pos", "pos@64", "relu", "landmark+6")),
+    *(("sderf", {"parameters": 0.6, "is_causal": causal}) for causal in (False, True)),
+    *(
+        pytest.param(name, {"kernel": "triton", "parameters": own, "is_causal": causal}, marks=interpreted)
+        for name, own in (("sderf", 0.6), ("landmark+6", None))
+        for causal in (False, True)
+    ),
+]
+
+
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize(("name", "options"), FORMS)
+def test_compiled_in_one_graph_without_a_look_at_tensors(name, options, monkeypatch):
+    """Forward and backward, so that a CUDA graph can record both; and the results are the same."""
+    torch.compiler.reset()
+    set_small_sections(monkeypatch)
+    graphs, options = Graphs(), {"num_features": 4, **options}
+    if options.get("parameters"):
+        options["parameters"] = Parameters(torch.eye(8), torch.eye(8), options["parameters"] * torch.eye(8))
+
+    def both(compiled):
+        leaves = inputs(70 if "@" in name else 20, batch=1, heads=2, key_heads=1)
+        leaves = [tensor.float().requires_grad_() for tensor in leaves]
+        out = compiled(*leaves)
+        return out, *torch.autograd.grad(out.square().sum(), leaves)
+
+    def run(*tensors):
+        return attend(*tensors, name=name, **options)
+
+    found, wanted = both(torch.compile(run, fullgraph=True, dynamic=False, backend=graphs)), both(run)
+    for one, other in zip(found, wanted, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+    graphs.check(2)
 
 
 def test_operations_of_the_kernels_are_those_of_their_products():

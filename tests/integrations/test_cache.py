@@ -4,6 +4,7 @@ import pytest
 import torch
 import transformers as hf
 from architectures import BART
+from graphs import Graphs
 from pairwise import pairs
 from transformers.models.mllama.configuration_mllama import MllamaTextConfig
 
@@ -29,6 +30,7 @@ HYBRIDS = {
 }  # fmt: skip
 BACKENDS = {"favor+": {"num_features": 4, "window": 8}, "landmark": {"selected_keys": 6}}
 OPTIONS = {"num_features": 16, "exact_below": 0}
+STATIC = {"favor+": {}, "landmark": {"selected_keys": 6}}  # a window has an open block
 
 
 def make(name: str = "llama", backend: str = "favor+", **options: object) -> hf.PreTrainedModel:
@@ -48,8 +50,8 @@ def prompt(*lengths: int) -> dict[str, torch.Tensor]:
     return {"input_ids": ids.masked_fill(~mask, 0), "attention_mask": mask.long()}
 
 
-def generate(model: hf.PreTrainedModel, cache: object, inputs: dict[str, torch.Tensor]) -> object:
-    settings = {"max_new_tokens": 20, "min_new_tokens": 20, "do_sample": False}
+def generate(model: hf.PreTrainedModel, cache: object, inputs: dict[str, torch.Tensor], **settings: object) -> object:
+    settings |= {"max_new_tokens": 20, "min_new_tokens": 20, "do_sample": False}
     return model.generate(**inputs, past_key_values=cache, output_logits=True, return_dict_in_generate=True, **settings)
 
 
@@ -240,3 +242,83 @@ def test_assisted_generation(name, how):
         options["prompt_lookup_num_tokens"] = 4
     found = model.generate(**inputs, **options, past_key_values=favor.FavorCache(model.config))
     assert torch.equal(found, expected)
+
+
+def states(cache):
+    """All tensors of the states, and how many tokens layers have seen."""
+    return [tensor for layer in cache.layers for tensor in (*layer.state._memory(), layer.length)]
+
+
+@pytest.mark.filterwarnings("default")  # tracing runs code of torch and transformers that warns
+@pytest.mark.usefixtures("small_sections")
+@pytest.mark.parametrize(*pairs(backend=["favor+", "landmark"], prompts=[(5,), (20, 1, 9)], masked=[False, True]))
+def test_a_compiled_step_serves_all_tokens(backend, prompts, masked):
+    """In one program that looks at no tensor, after prompts of several pieces, shorter than a block or longer."""
+    torch.compiler.reset()
+    model, ids, graphs = make(backend=backend, **STATIC[backend]).double(), prompt(50, 50)["input_ids"], Graphs()
+    mask = prompt(50, 41)["attention_mask"] if masked else None
+    with torch.no_grad():
+        expected = model(ids, attention_mask=mask, use_cache=False).logits
+        step = torch.compile(model, fullgraph=True, dynamic=False, backend=graphs)
+        cache, places = favor.FavorCache(model.config, max_cache_len=50), []
+        for _ in range(2):
+            found = [
+                model(piece, mask, past_key_values=cache).logits
+                for piece in ids.split([*prompts, 50 - sum(prompts)], 1)[:-1]
+            ]
+            found += [step(token, mask, past_key_values=cache).logits for token in ids[:, sum(prompts) :].split(1, 1)]
+            real = torch.ones(2, 50, dtype=torch.bool) if mask is None else mask.bool()
+            close(torch.cat(found, 1)[real], expected[real])
+            places.append([tensor.data_ptr() for tensor in states(cache)])
+            cache.reset()
+    assert places[0] == places[1]
+    assert graphs.programs == 1
+    graphs.check(1)
+
+
+@pytest.mark.filterwarnings("default")
+@pytest.mark.usefixtures("small_sections")
+@pytest.mark.parametrize("backend", ["favor+", "landmark"])
+def test_generate_compiles_its_steps_with_room_for_all_tokens(backend):
+    torch.compiler.reset()
+    torch._dynamo.utils.counters.clear()
+    model, inputs = make(backend=backend, **STATIC[backend]).double(), prompt(12, 7)
+    compiling = hf.CompileConfig(fullgraph=True, backend="aot_eager", mode=None)
+    compiling._compile_all_devices = True
+    expected = generate(model, favor.FavorCache(model.config), inputs)
+    for config in (favor.FavorCache(model.config, 31), favor.FavorCache(max_cache_len=31)):
+        found = generate(model, config, inputs, compile_config=compiling)
+        close(torch.stack(found.logits), torch.stack(expected.logits))
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] in (1, 2)
+
+
+@pytest.mark.filterwarnings("default")
+def test_a_cache_with_room_says_what_it_cannot_do():
+    model, ids = make(), prompt(9)["input_ids"]
+    cache = favor.FavorCache(model.config, max_cache_len=10)
+    with torch.no_grad():
+        model(ids, past_key_values=cache)
+        assert cache.get_max_length() == 10
+        model(ids[:, :1], past_key_values=cache)
+        with pytest.raises(ValueError, match="got 11 tokens in all: a FavorCache with max_cache_len=10 has no room"):
+            model(ids[:, :1], past_key_values=cache)
+        cache.reset()
+        with pytest.raises(ValueError, match="got 18 tokens"):
+            model(ids.repeat(1, 2), past_key_values=cache)
+        cache.reset()
+        model(ids, past_key_values=cache)
+        step = torch.compile(model, fullgraph=True, backend="aot_eager")
+        step(ids[:, :1], past_key_values=cache)
+        with pytest.raises(RuntimeError, match="max_cache_len=10 has no room for more"):
+            step(ids[:, :1], past_key_values=cache)
+        model = make(window=4)
+        with pytest.raises(ValueError, match="keeps no open block of a window"):
+            model(ids, past_key_values=favor.FavorCache(model.config, max_cache_len=10))
+    with pytest.raises(ValueError, match="cannot forget"):
+        cache.crop(-1)
+    with pytest.raises(ValueError, match="must be at least 1"):
+        favor.FavorCache(max_cache_len=0)
+    with pytest.raises(ValueError, match="has layers that need a DynamicSlidingWindowLayer"):
+        favor.FavorCache(hf.MistralConfig(sliding_window=4), max_cache_len=10)
+    with pytest.raises(ValueError, match="is for causal layers"):
+        cache.layers[0].keep(ids, ids)

@@ -12,6 +12,9 @@ LONG = 850  # more than three sections of 256 tokens
 SHORT = 60  # the same in sections of 16 tokens
 
 
+interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="runs Triton kernels on the CPU, by the interpreter")
+
+
 @pytest.fixture
 def small(monkeypatch):
     """Makes sections small, for many cases in little time."""
@@ -93,6 +96,22 @@ def test_rows_with_padding_are_each_alone(hidden, pieces, selected_keys):
             alone = attend(*(tensor[row : row + 1, :, own] for tensor in tensors), **options)
             torch.testing.assert_close(found[row : row + 1, :, own], alone, rtol=1e-9, atol=1e-10)
     assert found.isfinite().all()
+
+
+@pytest.mark.usefixtures("small")
+@pytest.mark.parametrize("kernel", ["torch", pytest.param("triton", marks=interpreted)])
+@pytest.mark.parametrize("hidden", [0, 5])
+def test_room_for_all_tokens_changes_nothing(kernel, hidden):
+    """Each token then chooses for its block, and the first tokens decide without a look at how many there are."""
+    tensors, state = [tensor.float() for tensor in inputs(30, heads=2, key_heads=1)], favor.kernels.StreamState(room=40)
+    mask = torch.arange(30) >= torch.tensor([[0], [hidden]])
+    found = stream(
+        state, tensors, [5, *[1] * 14, 2, *[1] * 9], mask if hidden else None, selected_keys=6, kernel=kernel
+    )
+    expected = attend(*tensors, key_padding_mask=mask, is_causal=True, selected_keys=6)
+    real = mask[:, None, :, None]
+    torch.testing.assert_close(found * real, expected * real, rtol=1e-4, atol=1e-5)
+    assert state.memory.key.shape[2] == 48
 
 
 def forget(state, tokens):

@@ -5,17 +5,24 @@ from collections import Counter
 import pytest
 import torch
 from landmark_problem import FORMS, attend, error, inputs, with_gradients
+from small_sections import set_small_sections
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map
 
 import favor
 from favor.landmark import sorting
 from favor.landmark.naive import naive_landmark_attention
 
 forms = pytest.mark.parametrize("options", FORMS.values(), ids=FORMS)
+interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="runs Triton kernels on the CPU, by the interpreter")
 # A causal query has closed sections of 256 tokens behind it.
 LONG = 600
+interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="runs Triton kernels on the CPU, by the interpreter")
+kernels = pytest.mark.parametrize("kernel", ["torch", pytest.param("triton", marks=interpreted)])
+# The last one compiles too; Triton's operators are compiled in tests/attention/test_transforms.py, with fewer runs.
+CHECKS = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
 
 
 def naive(*tensors, num_features=1, **options):
@@ -269,9 +276,12 @@ def test_what_is_kept_for_the_backward_pass_grows_with_the_length_alone(options)
     assert sum(tensor.numel() for tensor in sizes.values()) < 2 * 4096 * 8 * 12
 
 
-@pytest.mark.parametrize("is_causal", [False, True])
-def test_operators_are_those_that_torch_expects(is_causal):
+@pytest.mark.filterwarnings("default")
+@kernels
+@pytest.mark.parametrize("is_causal", [False, True], ids=["encoder", "causal"])
+def test_operators_are_those_that_torch_expects(is_causal, kernel, monkeypatch):
     """Schemas, fake tensors and gradients of every operator that a call runs."""
+    set_small_sections(monkeypatch)
     calls = {}
 
     class Listen(TorchDispatchMode):
@@ -280,10 +290,12 @@ def test_operators_are_those_that_torch_expects(is_causal):
                 calls.setdefault(operation, (args, kwargs or {}))
             return operation(*args, **kwargs or {})
 
-    tensors = [tensor.float().requires_grad_() for tensor in inputs(300, batch=1)]
+    tensors = [tensor.float().requires_grad_() for tensor in inputs(20, batch=1, heads=2, key_heads=1)]
     with Listen():
-        attend(*tensors, is_causal=is_causal, selected_keys=32, num_features=12)
-    assert len(calls) >= 3
+        attend(*tensors, kernel=kernel, is_causal=is_causal, num_features=4, selected_keys=6).sum().backward()
+    assert len(calls) >= 2, calls
     for operation, (args, kwargs) in calls.items():
-        args = [arg.detach().clone() if isinstance(arg, torch.Tensor) else arg for arg in args]
-        torch.library.opcheck(operation, tuple(args), kwargs)
+        args = tree_map(lambda arg: arg.detach().clone() if isinstance(arg, torch.Tensor) else arg, args)
+        if operation.name().endswith("_attention"):  # query, key and value; what chooses has no gradient
+            args = (*(arg.requires_grad_() for arg in args[:3]), *args[3:])
+        torch.library.opcheck(operation, tuple(args), kwargs, test_utils=CHECKS[: None if kernel == "torch" else 3])

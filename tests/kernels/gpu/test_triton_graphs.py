@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from transformers import BertConfig, BertModel
+from transformers import BertConfig, BertModel, LlamaConfig, LlamaForCausalLM
 
 import favor
 from favor.attention.packing import Compaction
@@ -71,3 +71,31 @@ def test_a_graph_of_a_padded_model():
     (expected,) = step()
     graph.replay()
     assert (found - expected)[mask.bool()].norm() <= 1e-3 * expected[mask.bool()].norm()
+
+
+@on_gpu
+@pytest.mark.parametrize("backend", ["favor+", "landmark"])
+def test_a_graph_of_a_decoding_step_serves_all_tokens(backend):
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=50, hidden_size=64, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64
+    )
+    model = favor.configure(LlamaForCausalLM(config).eval(), backend, exact_below=0)
+    ids, cache = torch.randint(0, 50, (2, 700)), favor.FavorCache(model.config, max_cache_len=704)
+    token = ids[:, :1].clone()
+
+    @torch.no_grad()
+    def step():
+        return (model(token, past_key_values=cache).logits[:, 0],)
+
+    with torch.no_grad():
+        expected = model(ids, use_cache=False).logits
+        model(ids[:, :600], past_key_values=cache)
+        step()
+        graph, (found,) = record(step)
+        cache.reset()
+        model(ids[:, :600], past_key_values=cache)
+    for place in range(600, 700):
+        token.copy_(ids[:, place : place + 1])
+        graph.replay()
+        assert (found - expected[:, place]).norm() <= 0.01 * expected[:, place].norm()
