@@ -372,7 +372,7 @@ def _launch(
     (batch, heads, length, width), (key_heads, keys) = given.query.shape, given.key.shape[1:3]
     widths, rows = (width, given.value.shape[-1]), given.rows
     blocks, choices = ceil_divide(length, rows), choices[given.query.element_size()]
-    if rows <= _MANY_ROWS:
+    if rows <= _MANY_ROWS and not (kernel is _gradients and width > 128):  # registers of 4 warps do not hold these
         choices = {limit: tuple(one._replace(warps=4) for one in some) for limit, some in choices.items()}
     # float16 is multiplied in tf32, too, where its range is too narrow.
     chosen = tuned(kernel, choices, widths, given.query, tf32=given.query.dtype != torch.bfloat16, longest=rows)

@@ -27,9 +27,9 @@ from triton.compiler import ASTSource
 from triton.runtime.autotuner import Autotuner
 from triton.runtime.jit import JITFunction
 
-from favor.kernels.gpu import bidirectional, causal, chosen, decode, window
+from favor.kernels.gpu import bidirectional, causal, chosen, decode, nodes, sections, window
 from favor.kernels.gpu import tokens as triton_tokens
-from favor.kernels.operands import ChosenOperands, Geometry, Operands
+from favor.kernels.operands import ChosenOperands, Geometry, NodeOptions, Operands, SectionOptions, SectionTables
 
 # Type, width, whether sequences are packed.
 CASES = {
@@ -86,6 +86,8 @@ NAMES = {
     "plain": PLAIN | {"_join", "_step", "_form", "_sums", "_newton_schulz", "_chunk_output", "steep_output"},
     "windowed": {"_block_states:wgmma", "_read:wgmma", "_query_gradients:wgmma", "_key_gradients:wgmma", "_outside"},
     "chosen": {"_read:wgmma", "_gradients:wgmma", "_search:wgmma"},
+    "landmarks": {"_centres", "_nearest", "_starts", "_place", "_sum_up", "_choose", "_put_back", "_read:wgmma"}
+    | {"_gradients:wgmma", "_search:wgmma", "_find_coordinates", "_collect_votes", "_count_left", "_append"},
 }
 
 
@@ -184,6 +186,26 @@ def compile_chosen(kind, width, rows, section):
     chosen.choose(query[..., : width // 4], key[..., : width // 4], given.seen, shared, 64)
 
 
+def compile_landmarks(kind, width, packed):
+    """Compiles the kernels of landmarks: encoders, whole causal sequences, and one token."""
+
+    def tokens(heads):
+        return torch.zeros(1, 2048, heads, width, dtype=getattr(torch, kind)).transpose(1, 2)
+
+    inputs = query, key, value = tokens(4), tokens(2), tokens(2)
+    lengths = torch.tensor([2000]) if packed else None
+    for block, selected in ((16, 768), (64, 0)):
+        own, given = (*inputs, lengths, lengths), NodeOptions(256, selected, block, True, packed, 2.0, width**-0.5)
+        results = nodes.forward(*own, given)
+        nodes.backward(results[0], *own, results, given)
+    given = SectionOptions(1024, 256, 64, 16, 4, 16, 4, width**-0.5)
+    out, coordinates, index, *sums, _, _, shared, _ = results = sections.forward(*inputs, given)
+    sections.backward(out, *inputs, results, given)
+    rows = (key.contiguous(), value.contiguous(), *sums, query[:, :, :129].contiguous(), coordinates, index)
+    tables = SectionTables(*rows, torch.tensor([100]), shared[:, :, :1].contiguous(), True)
+    sections.step(*(tensor[:, :, :1] for tensor in inputs), lengths, tables, given)
+
+
 def compile_windowed(kind, width, packed, is_causal):
     """Compiles the kernels of windowed attention."""
     inputs, grad = make(kind, width, packed)
@@ -218,6 +240,7 @@ def compile_every_kind(*case):
     compile_windowed(*case, False)
     compile_windowed(*case, True)
     compile_chosen(*case[:2], 64, 256)
+    compile_landmarks(*case)
 
 
 def make(kind, width, packed):
@@ -234,8 +257,9 @@ def make(kind, width, packed):
     return inputs, tokens(4)
 
 
-KINDS = {"plain": compile_plain, "windowed": compile_windowed, "chosen": compile_chosen, "first": compile_every_kind}
-ALL = {"plain": CASES, "windowed": WINDOWED, "chosen": CHOSEN, "first": FIRST}
+KINDS = {"plain": compile_plain, "windowed": compile_windowed, "chosen": compile_chosen}
+KINDS |= {"landmarks": compile_landmarks, "first": compile_every_kind}
+ALL = {"plain": CASES, "windowed": WINDOWED, "chosen": CHOSEN, "landmarks": CASES, "first": FIRST}
 PLACES = [(kind, *place) for kind, cases in ALL.items() for place in cases.items()]
 PLACES = [(kind, capability, case) for kind, capability, cases in PLACES for case in cases]
 
