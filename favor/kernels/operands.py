@@ -360,7 +360,7 @@ class SectionOptions(NamedTuple):
 
 
 class SectionTables(NamedTuple):
-    """What earlier tokens left behind, with room for S tokens in whole sections; all contiguous.
+    """Tables that earlier tokens left behind, with room for S tokens in whole sections; all contiguous.
 
     Attributes:
         key, value: `[B, Hk, S, d]` and `[B, Hk, S, dv]`.

@@ -109,7 +109,8 @@ def test_kernels_compile():
 
 RECORD, TABLE = Path(__file__).with_name("compiled.json"), Path(__file__).with_name("compiled.md")
 recorded = json.loads(RECORD.read_text())
-POINTERS = {torch.float32: "*fp32", torch.int64: "*i64", torch.float16: "*fp16", torch.bfloat16: "*bf16", torch.int32: "*i32"}
+POINTERS = {torch.float32: "*fp32", torch.float16: "*fp16", torch.bfloat16: "*bf16"}
+POINTERS |= {torch.int32: "*i32", torch.int64: "*i64"}
 
 
 def _type_of(value):
