@@ -333,7 +333,7 @@ def _gradients(
 
 
 class Reading(NamedTuple):
-    """What `read` and `pull_back` are given: `ChosenOperands` with heads of their own dimension.
+    """Operands of `read` and `pull_back`: `ChosenOperands` with heads of their own dimension.
 
     Attributes:
         query: `[B, H, L, d]`; key and value: `[B, Hk, S, d]` and `[B, Hk, S, dv]`. The last stride of each is 1.
