@@ -1,8 +1,8 @@
 """A device other than the CPU for machines without a GPU, to test code that must not depend on the device.
 
 Its tensors say that they are on "meta", hold their values on the CPU, and raise an error together with tensors of the
-CPU, as tensors of a GPU do. Reads by the host, for which it would have to wait on a GPU, are counted, and so are launches:
-Triton kernels, which run there in Triton's interpreter, and operators that compute or copy something.
+CPU, as tensors of a GPU do. Reads by the host, for which it would have to wait on a GPU, are counted, and so are
+launches: Triton kernels, which run there in Triton's interpreter, and operators that compute or copy something.
 """
 
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -11,9 +11,9 @@ from unittest.mock import patch
 
 import torch
 from torch._library.custom_ops import OPDEFS
-from triton.runtime.interpreter import GridExecutor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
+from triton.runtime.interpreter import GridExecutor
 
 from favor.kernels import dispatch
 

@@ -3,7 +3,6 @@
 Tensors are those of another device (tests/elsewhere.py), whose Triton kernels run in the interpreter.
 """
 
-import pytest
 import torch
 from elsewhere import triton_there
 
@@ -32,7 +31,6 @@ def launches(length, *, dtype=torch.bfloat16, heads=(2, 2), is_padded=False, **o
 
 
 if __name__ == "__main__":
-    import os
     import sys
 
     for case in sys.argv[1:]:
