@@ -4,7 +4,7 @@
 
 Nothing is run. Counts are those of the kernels in bfloat16, with as many heads of keys as of queries. A time is that of
 the resource which takes longest, as if all others waited for nothing, so real times are longer. Not counted: launches,
-decompositions of small matrices, sorting, and the bytes of short lists.
+decompositions of small matrices, the order of the centres of landmarks, and the bytes of short lists.
 """
 
 from __future__ import annotations
@@ -96,22 +96,34 @@ def features(shape: Shape, has_statistics: bool) -> Needs:
     return needs
 
 
-def encoder_landmarks(shape: Shape, selected: int, block: int = 16) -> Needs:
-    """Counts landmarks of an encoder: keys, and with selected keys also queries, are sorted by 256 centres first."""
+def ranked(rows: int, width: int) -> Needs:
+    """Counts the order of rows by the nearest of 256 centres, which 64 samples compare; ranks are counted in tiles."""
+    centres, samples, bins, tile = 256, 64, 512, 64
+    needs = Counter(products=PRECISE * centres * width * (rows + 2 * samples), float32=(3 * centres + 2 * bins) * rows)
+    return needs + Counter(memory=rows * (width * BYTES + 12 + 4 * 4 * bins // tile))
+
+
+def chosen_nodes(length: int, width: int, block: int) -> Needs:
+    """Counts the choice of each block: the scores of 256 nodes by mean and variance, and 33 steps to find the best."""
+    blocks, scores = -(-length // block), 4 * FEATURES  # bytes
+    needs = Counter(products=PRECISE * 2 * FEATURES * width * blocks, float32=2 * 33 * FEATURES * blocks)
+    return needs + Counter(memory=2 * scores * blocks + width * BYTES * length, cache=4 * scores * blocks)
+
+
+def encoder_landmarks(shape: Shape, selected: int) -> Needs:
+    """Counts landmarks of an encoder: keys, and with selected keys also queries, are sorted; queries stay in place."""
     length, width, _, backward = shape
-    row, selected = width * BYTES, min(selected, length)
+    row, selected, block = width * BYTES, min(selected, length), 16 if selected else 64
     columns = min(FEATURES, length) + selected
-    needs = attended(length * columns, width, backward)
-    # Rows of memory: to sort keys 1, to gather keys and values 4, for the means 2; read query and write output 2.
-    rows, sorted_rows = 9, length
-    if selected:  # queries are sorted, gathered and averaged over blocks 4, outputs put back 3, keys, values padded 4
-        rows, sorted_rows = 20, 2 * length
-        needs += Counter(float32=2 * FEATURES * width * length // block, cache=2 * columns * row * length // block)
-        if backward:  # read again, and gradients in float32 are added up
-            needs += Counter(cache=2 * columns * (row + 4 * width) * length // block)
-    needs += Counter(float32=256 * width * sorted_rows, memory=rows * row * length)
-    if backward:  # output, its gradient, that of the query 6; keys, values in float32 10; means 6; gathered ones 9
-        needs += Counter(memory=(31 if selected else 20) * row * length)
+    needs = attended(length * columns, width, backward) + chosen_nodes(length, width, block)
+    for _ in range(2 if selected else 1):
+        needs += ranked(length, width)
+    # Rows of memory: to move keys and values 4, for the means 2; read query, write output 2; selected keys, values 2.
+    needs += Counter(memory=(10 if selected else 8) * row * length, cache=2 * columns * row * length // block)
+    if backward:  # read again, and gradients in float32 are added up
+        needs += Counter(cache=2 * columns * (row + 4 * width) * length // block)
+        # Query, output, its gradient, that of the query 4; sums of float32 zeroed, read 8, put back 2; keys, values 6.
+        needs += Counter(memory=(20 if selected else 14) * row * length)
     return needs
 
 
@@ -120,16 +132,21 @@ def causal_landmarks(shape: Shape, selected: int, block: int = 64, section: int 
     length, width, _, backward = shape
     row, selected = width * BYTES, min(selected, length)
     own, pairs = selected // 16, length * (length + 1) // 2
-    near, means = (min(section, length) + 1) // 2, length // section // 2  # on average
+    near, means = (min(section, length) + 1) // 2, length // section  # near: on average
     needs = attended(length * (selected + own + near + means), width, backward)
     read = length * (own + (selected + 2 * near + means) // block)  # each query its own keys, a block the others
     needs += Counter(cache=2 * read * row)
+    # Sums of sections read keys and values 2, and copy a quarter of the keys; attention reads and writes 4.
+    needs += Counter(memory=length * (6 * row + row // 4 + 4 + 8 * means // block))
     if selected:  # each pair is multiplied, compared, and two numbers are kept; so are those of a voter for each block
         needs += Counter(products=pairs * width // 4 + pairs * width // block, float32=3 * (pairs + pairs // block))
-        needs += Counter(cache=pairs * row // 4 // block + pairs * row // block // block)
-    needs += Counter(memory=length * (9 * row + 8 * own + 8 * selected // block))
-    if backward:
-        needs += Counter(cache=2 * read * (row + 4 * width), memory=length * (22 * row + 4 * own))
+        # Programs of 64 rows read keys, and those of queries what their block took.
+        needs += Counter(cache=pairs * (row // 4 + 4) // block + pairs * row // block // block)
+        # Votes, keys, queries, a quarter of the keys; choices are written once, those of blocks read three times.
+        needs += Counter(memory=length * (2 * row + row // 4 + row // 16 + 8 * own + 16 * selected // block))
+    if backward:  # as in an encoder
+        needs += Counter(cache=2 * read * (row + 4 * width))
+        needs += Counter(memory=length * (20 * row + 4 * own + 4 * selected // block))
     return needs
 
 

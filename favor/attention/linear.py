@@ -159,11 +159,13 @@ def _parameters(family: PositiveFeatures, query: Tensor, key: Tensor, omega: Ten
         mean, cov = (omega.new_zeros(()).expand(shape) for shape in ((head_dim,), (head_dim, head_dim)))
         return family.fit_moments(Moments(mean, mean, cov, cov))
     if call.is_causal or not call.use_statistics:
-        warnings.warn(
-            f"{family.name} in a causal layer without favor.calibrate(model, data) computes FAVOR+: parameters from "
-            "this sequence would let its tokens see later ones, and those of FAVOR+ (A = 0, B = I) need no data.",
-            stacklevel=4,
-        )
+        if not torch.compiler.is_compiling():  # a compiler cannot warn
+            warnings.warn(
+                f"{family.name} in a causal layer without favor.calibrate(model, data) computes FAVOR+: parameters "
+                "from this sequence would let its tokens see later ones, and those of FAVOR+ (A = 0, B = I) need no "
+                "data.",
+                stacklevel=4,
+            )
         return _identity(omega)
     if packing is None:
         return family.fit_moments(_moments(family, query, key, call))

@@ -47,14 +47,14 @@ _FORWARD = {
         512: (Blocks(32, 32, 8, 2), Blocks(16, 32, 4, 2)),
     },
     4: {
-        256: (Blocks(64, 32, 8, 2), Blocks(32, 32, 4, 2)),
-        512: (Blocks(32, 32, 8, 2), Blocks(16, 32, 4, 2)),
+        256: (Blocks(32, 32, 4, 2), Blocks(64, 32, 8, 2)),
+        512: (Blocks(16, 32, 4, 2), Blocks(32, 32, 8, 2)),
         1024: (Blocks(16, 16, 4, 2),),
     },
 }
 # One each: if several were timed, all of them would add to the gradients.
 _BACKWARD = {
-    2: {128: (Blocks(64, 32, 8, 2),), 256: (Blocks(32, 32, 8, 2),), 512: (Blocks(16, 16, 8, 1),)},
+    2: {128: (Blocks(64, 32, 8, 2),), 256: (Blocks(32, 32, 8, 1),), 512: (Blocks(16, 16, 8, 1),)},
     4: {256: (Blocks(32, 32, 8, 2),), 512: (Blocks(16, 32, 8, 1),), 1024: (Blocks(16, 16, 4, 1),)},
 }
 # With fewer queries in a block, more warps would have nothing to multiply.
@@ -333,7 +333,7 @@ def _gradients(
 
 
 class Reading(NamedTuple):
-    """What `read` and `pull_back` are given: `ChosenOperands` with heads of their own dimension.
+    """Operands of `read` and `pull_back`: `ChosenOperands` with heads of their own dimension.
 
     Attributes:
         query: `[B, H, L, d]`; key and value: `[B, Hk, S, d]` and `[B, Hk, S, dv]`. The last stride of each is 1.
@@ -372,7 +372,7 @@ def _launch(
     (batch, heads, length, width), (key_heads, keys) = given.query.shape, given.key.shape[1:3]
     widths, rows = (width, given.value.shape[-1]), given.rows
     blocks, choices = ceil_divide(length, rows), choices[given.query.element_size()]
-    if rows <= _MANY_ROWS:
+    if rows <= _MANY_ROWS and not (kernel is _gradients and width > 128):  # registers of 4 warps do not hold these
         choices = {limit: tuple(one._replace(warps=4) for one in some) for limit, some in choices.items()}
     # float16 is multiplied in tf32, too, where its range is too narrow.
     chosen = tuned(kernel, choices, widths, given.query, tf32=given.query.dtype != torch.bfloat16, longest=rows)

@@ -155,7 +155,7 @@ def decode(
             GROUP=padded_width(min(group, most)),
             FEATURES=block,
             UPDATE=first_row == 0,
-            num_warps=4,
+            num_warps=4 if max(width, value_width) <= 128 else 8,
             num_stages=2 if max(width, value_width) <= 128 else 1,
         )
     join(Summaries(rows, weights), Summaries(out, None))

@@ -124,13 +124,20 @@ def _choose(
     block = head * blocks + own
     there = own < blocks
     far_log += block[:, None] * number
+    # Two loops, as registers hold one factor.
+    for begin in range(0, number, STEP):
+        node = begin + tl.arange(0, STEP)
+        inside = node < number
+        v = load_rows(variance + (source * number + begin) * width, width, inside, width, STEP, WIDTH)
+        score = tl.dot(squares, tl.trans(tl.maximum(v, 0.0)), input_precision="tf32x3")
+        tl.store(far_log + node[None, :], spread * tl.sqrt(score), mask=there[:, None] & inside[None, :])
+    tl.debug_barrier()
     for begin in range(0, number, STEP):
         node = begin + tl.arange(0, STEP)
         inside = node < number
         m = load_rows(mean + (source * number + begin) * width, width, inside, width, STEP, WIDTH).to(tl.float32)
-        v = load_rows(variance + (source * number + begin) * width, width, inside, width, STEP, WIDTH)
-        score = tl.dot(squares, tl.trans(tl.maximum(v, 0.0)), input_precision="tf32x3")
-        score = tl.dot(sums, tl.trans(m), input_precision="tf32x3") + spread * tl.sqrt(score)
+        score = tl.dot(sums, tl.trans(m), input_precision="tf32x3")
+        score += tl.load(far_log + node[None, :], mask=there[:, None] & inside[None, :], other=0.0)
         score = tl.where((node * size < limit)[None, :] & (score == score), score, float("-inf"))  # not NaN
         tl.store(far_log + node[None, :], score, mask=there[:, None] & inside[None, :])
     tl.debug_barrier()
@@ -242,7 +249,7 @@ def forward(
         BLOCKS=16,
         NODES=max(power_of_two(number), 16),
         STEP=32 if width > 128 else 64,
-        num_warps=4 if width > 128 else 8,
+        num_warps=8,
         num_stages=2 if width <= 128 else 1,
     )
     saved = (order_of_keys, order, sorted_key, sorted_value, mean, mean_value, far_log, shared, seen, run)

@@ -131,8 +131,8 @@ def _centres(
 def _nearest(
     rows, lengths, moved, half, rank, codes, counts,
     heads, length, tiles, rows_batch, rows_head, rows_row,
-    width: tl.constexpr, WIDTH: tl.constexpr, CENTRES: tl.constexpr, BINS: tl.constexpr, TOKENS: tl.constexpr,
-    STEP: tl.constexpr,
+    width: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr, CENTRES: tl.constexpr, BINS: tl.constexpr,
+    TOKENS: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
     """Finds the rank of the nearest centre of each row of a tile, that of padding is last, and counts the ranks."""
     program = tl.program_id(0).to(tl.int64)
@@ -140,19 +140,24 @@ def _nearest(
     batch, first = head // heads, tile * TOKENS
     row = first + tl.arange(0, TOKENS)
     rows += batch * rows_batch + head % heads * rows_head + first * rows_row
-    is_real = row < count_of(lengths, batch, length)
-    r = load_rows(rows, rows_row, is_real, width, TOKENS, WIDTH).to(tl.float32)
+    count = count_of(lengths, batch, length)
+    # Padding, which may hold anything, counts as the last row before it.
+    own = rows + tl.minimum(tl.arange(0, TOKENS), tl.maximum(count, 1) - 1 - first) * rows_row
     best = tl.full([TOKENS], float("-inf"), tl.float32)
     found = tl.zeros([TOKENS], tl.int32)
     for begin in range(0, CENTRES, STEP):
         index = begin + tl.arange(0, STEP)
-        m = load_rows(moved + (head * CENTRES + begin) * width, width, index < CENTRES, width, STEP, WIDTH)
-        scores = tl.dot(r, tl.trans(m), input_precision="tf32x3") - tl.load(half + head * CENTRES + index)[None, :]
+        scores = tl.zeros([TOKENS, STEP], tl.float32)
+        for column in tl.static_range(0, WIDTH, COLUMNS):
+            m = _columns(moved + (head * CENTRES + index) * width, column, width, COLUMNS)
+            r = _columns(own, column, width, COLUMNS)
+            scores = tl.dot(r, tl.trans(m), acc=scores, input_precision="tf32x3")
+        scores -= tl.load(half + head * CENTRES + index)[None, :]
         top = tl.max(scores, 1)
         found = tl.where(top > best, begin + tl.argmax(scores, 1), found)
         best = tl.maximum(best, top)
     code = tl.load(rank + head * CENTRES + found)
-    code = tl.where(is_real, code, CENTRES)
+    code = tl.where(row < count, code, CENTRES)
     tl.store(codes + head * length + row, code, mask=row < length)
     for begin in range(0, BINS, STEP):
         bins = begin + tl.arange(0, STEP)
@@ -244,13 +249,12 @@ def sort(
     rank, values, order, codes, counts = (
         made(size) for size in (_CENTRES, _CENTRES, 2 * _CENTRES, length, tiles * _BINS)
     )
-    constants = {"width": width, "WIDTH": wide, "CENTRES": _CENTRES}
+    constants = {"width": width, "WIDTH": wide, "COLUMNS": min(wide, 64), "CENTRES": _CENTRES}
     _centres[(count,)](
         *(rows, others, lengths, other_lengths, points, moved, half, rank, values.view(torch.float32), order),
         *(heads, max(heads // other_heads, 1), max(other_heads // heads, 1), length, others.shape[2]),
         *strides(rows, others),
         **constants,
-        COLUMNS=min(wide, 64),
         SAMPLED=_SAMPLED,
         LEVELS=_LEVELS,
         PART=64 if interpreted() else 32,

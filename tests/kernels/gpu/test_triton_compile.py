@@ -28,9 +28,9 @@ from triton.runtime.autotuner import Autotuner
 from triton.runtime.jit import JITFunction
 
 from favor.features import Parameters
-from favor.kernels.gpu import bidirectional, causal, chosen, decode, fits, moments, parameters, window
+from favor.kernels.gpu import bidirectional, causal, chosen, decode, fits, moments, nodes, parameters, sections, window
 from favor.kernels.gpu import tokens as triton_tokens
-from favor.kernels.operands import ChosenOperands, Geometry, Operands
+from favor.kernels.operands import ChosenOperands, Geometry, NodeOptions, Operands, SectionOptions, SectionTables
 
 # Type, width, whether sequences are packed.
 CASES = {
@@ -59,9 +59,9 @@ SPILLED = {
     "80 float32 128 causal._chunk_keys": 2616,
     "80 float32 128 causal._chunk_output": 3224,
     "80 float32 128 causal._chunk_queries": 944,
-    "80 bfloat16 128 chosen._gradients": 128,
-    "80 float32 128 chosen._read": 16,
-    "80 bfloat16 256 decode._step": 208,
+    "80 bfloat16 128 chosen._gradients": 8,
+    "80 float32 128 chosen._gradients": 80,
+    "80 bfloat16 256 decode._step": 96,
     "80 float32 128 steep.steep_queries": 104,
     "80 bfloat16 64 tokens._newton_schulz": 72,
     "80 bfloat16 128 tokens._newton_schulz": 72,
@@ -73,11 +73,15 @@ SPILLED = {
     "90 bfloat16 64 causal._chunk_keys": 120,
     "90 bfloat16 128 causal._chunk_keys": 192,
     "90 float16 64 causal._chunk_keys": 224,
-    "90 bfloat16 256 decode._step": 200,
+    "90 bfloat16 64 chosen._read": 8,
+    "90 float16 64 chosen._read": 8,
+    "90 bfloat16 256 decode._step": 72,
+    "90 float16 64 nodes._choose": 16,
     "90 float16 64 window._key_gradients": 40,
     "100 bfloat16 64 causal._chunk_keys": 64,
+    "100 bfloat16 32 chosen._gradients": 8,
     "100 bfloat16 32 chunks._chunk_states": 40,
-    "100 bfloat16 256 decode._step": 232,
+    "100 bfloat16 256 decode._step": 112,
 }
 
 
@@ -89,6 +93,8 @@ NAMES = {
     | {"_pieces", "_attention", "_directions", "isotropic", "symmetric", "asymmetric", "centred"},
     "windowed": {"_block_states:wgmma", "_read:wgmma", "_query_gradients:wgmma", "_key_gradients:wgmma", "_outside"},
     "chosen": {"_read:wgmma", "_gradients:wgmma", "_search:wgmma"},
+    "landmarks": {"_centres", "_nearest", "_starts", "_place", "_sum_up", "_choose", "_put_back", "_read:wgmma"}
+    | {"_gradients:wgmma", "_search:wgmma", "_find_coordinates", "_collect_votes", "_count_left", "_append"},
 }
 
 
@@ -188,6 +194,26 @@ def compile_chosen(kind, width, rows, section):
     chosen.choose(query[..., : width // 4], key[..., : width // 4], given.seen, shared, 64)
 
 
+def compile_landmarks(kind, width, packed):
+    """Compiles the kernels of landmarks: encoders, whole causal sequences, and one token."""
+
+    def tokens(heads):
+        return torch.zeros(1, 2048, heads, width, dtype=getattr(torch, kind)).transpose(1, 2)
+
+    inputs = query, key, value = tokens(4), tokens(2), tokens(2)
+    lengths = torch.tensor([2000]) if packed else None
+    for block, selected in ((16, 768), (64, 0)):
+        own, given = (*inputs, lengths, lengths), NodeOptions(256, selected, block, True, packed, 2.0, width**-0.5)
+        results = nodes.forward(*own, given)
+        nodes.backward(results[0], *own, results, given)
+    given = SectionOptions(1024, 256, 64, 16, 4, 16, 4, width**-0.5)
+    out, coordinates, index, *sums, _, _, shared, _ = results = sections.forward(*inputs, given)
+    sections.backward(out, *inputs, results, given)
+    rows = (key.contiguous(), value.contiguous(), *sums, query[:, :, :129].contiguous(), coordinates, index)
+    tables = SectionTables(*rows, torch.tensor([100]), shared[:, :, :1].contiguous(), True)
+    sections.step(*(tensor[:, :, :1] for tensor in inputs), lengths, tables, given)
+
+
 def compile_windowed(kind, width, packed, is_causal):
     """Compiles the kernels of windowed attention."""
     inputs, grad = make(kind, width, packed)
@@ -238,6 +264,7 @@ def compile_every_kind(*case):
     compile_windowed(*case, False)
     compile_windowed(*case, True)
     compile_chosen(*case[:2], 64, 256)
+    compile_landmarks(*case)
 
 
 def make(kind, width, packed):
@@ -254,8 +281,9 @@ def make(kind, width, packed):
     return inputs, tokens(4)
 
 
-KINDS = {"plain": compile_plain, "windowed": compile_windowed, "chosen": compile_chosen, "first": compile_every_kind}
-ALL = {"plain": CASES, "windowed": WINDOWED, "chosen": CHOSEN, "first": FIRST}
+KINDS = {"plain": compile_plain, "windowed": compile_windowed, "chosen": compile_chosen}
+KINDS |= {"landmarks": compile_landmarks, "first": compile_every_kind}
+ALL = {"plain": CASES, "windowed": WINDOWED, "chosen": CHOSEN, "landmarks": CASES, "first": FIRST}
 PLACES = [(kind, *place) for kind, cases in ALL.items() for place in cases.items()]
 PLACES = [(kind, capability, case) for kind, capability, cases in PLACES for case in cases]
 
