@@ -11,7 +11,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from favor.kernels.gpu.chosen import Reading, pull_back, read
 from favor.kernels.gpu.common import (
     ceil_divide,
     interpreted,
@@ -21,6 +20,7 @@ from favor.kernels.gpu.common import (
     strides,
     width_constants,
 )
+from favor.kernels.gpu.reading import Reading, pull_back, read
 from favor.kernels.gpu.sorting import count_of, sort
 from favor.kernels.operands import NodeOptions
 

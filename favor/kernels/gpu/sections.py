@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from favor.kernels.gpu.chosen import Reading, pull_back, read, search
+from favor.kernels.gpu.chosen import search
 from favor.kernels.gpu.common import (
     ceil_divide,
     load_rows,
@@ -17,6 +17,7 @@ from favor.kernels.gpu.common import (
     width_constants,
 )
 from favor.kernels.gpu.nodes import put_back
+from favor.kernels.gpu.reading import Reading, pull_back, read
 from favor.kernels.operands import SectionOptions, SectionTables
 
 
