@@ -73,12 +73,16 @@ def attend(family: PositiveFeatures, query: Tensor, key: Tensor, value: Tensor, 
 
 def _fused_fit(family: PositiveFeatures, query: Tensor, key: Tensor, value: Tensor, call: AttentionCall) -> str | None:
     """Names the kernel that makes parameters and directions from the tokens; None if there is none that could."""
+    if torch.compiler.is_compiling():
+        return None
     kind, factorization = vars(type(family)).get("fused_fit") or (None, "auto")
     if kind is None or family.factorization not in ("auto", factorization) or family.num_queries > _MOST_ASKED:
         return None
     if call.is_causal or not call.use_statistics or call.packing is not None or query.shape[-1] > _WIDEST_FIT[kind]:
         return None
-    return kind if fuses(query) and fuses(key) and pick(call.kernel, query, value) == "triton" else None
+    if not (fuses(query) and fuses(key) and pick(call.kernel, query, value) == "triton"):
+        return None
+    return kind if kernel_module("triton", "fits").compiles(kind, query.device) else None
 
 
 def _fit(

@@ -235,6 +235,15 @@ KINDS: dict[str, tuple[Any, bool, bool, str]] = {
 }
 
 
+def compiles(kind: str, device: torch.device | int) -> bool:
+    """Tells whether Triton compiles a kind for a device or a capability: 3.7 fails for the products of Blackwell."""
+    if kind in ("isotropic", "diagonal"):
+        return True
+    if isinstance(device, torch.device):
+        return device.type != "cuda" or torch.cuda.get_device_capability(device)[0] < 10
+    return device < 100
+
+
 def fit(
     kind: str, pieces: Pieces, omega: Tensor, eye: Tensor, dtype: torch.dtype, root: float, *ridge: float
 ) -> tuple[Parameters, tuple[Tensor, Tensor, Tensor]]:

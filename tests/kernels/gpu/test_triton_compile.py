@@ -292,7 +292,9 @@ def compile_place(place):
     """Compiles the kernels of a kind for one GPU and one case: gives them by hash."""
     kind, capability, case = place
     with compiling(capability, every=kind != "first") as kernels:
-        KINDS[kind](*case)
+        fitting = {name: row for name, row in fits.KINDS.items() if fits.compiles(name, capability)}
+        with patch.object(fits, "KINDS", fitting):
+            KINDS[kind](*case)
     return kernels
 
 
