@@ -251,7 +251,8 @@ def states(cache):
 
 @pytest.mark.filterwarnings("default")  # tracing runs code of torch and transformers that warns
 @pytest.mark.usefixtures("small_sections")
-@pytest.mark.parametrize(*pairs(backend=["favor+", "landmark"], prompts=[(5,), (20, 1, 9)], masked=[False, True]))
+@pytest.mark.parametrize("backend", ["favor+", "landmark"])
+@pytest.mark.parametrize(("prompts", "masked"), [((5,), False), ((20, 1, 9), True)])
 def test_a_compiled_step_serves_all_tokens(backend, prompts, masked):
     """In one program that looks at no tensor, after prompts of several pieces, shorter than a block or longer."""
     torch.compiler.reset()

@@ -11,7 +11,7 @@ from favor.kernels.operands import ChosenOperands
 
 FLOATS = ("query", "key", "value", "far_key", "far_value")
 # Heads that begin at different places, in the middle of a section; the last rows of one are after the last key.
-CAUSAL = {"rows": 64, "keys": 230, "seen": (0, 0, 0), "first": (64, 0), "section": 128, "chosen": 6}
+CAUSAL = {"rows": 16, "keys": 58, "seen": (0, 0, 0), "first": (16, 0), "section": 32, "chosen": 6}
 CAUSAL |= {"owns": 3, "means": 2, "width": 20, "value_width": 12}
 RUNS = {"keys": 80, "seen": (72, 33), "run": 16, "chosen": 3, "means": 5, "width": 32, "value_width": 64}
 SMALL = {"rows": 8, "seen": (0, 9, 30), "chosen": 2, "owns": 2, "means": 3}

@@ -99,8 +99,9 @@ def test_rows_with_padding_are_each_alone(hidden, pieces, selected_keys):
 
 
 @pytest.mark.usefixtures("small")
-@pytest.mark.parametrize("kernel", ["torch", pytest.param("triton", marks=interpreted)])
-@pytest.mark.parametrize("hidden", [0, 5])
+@pytest.mark.parametrize(
+    ("kernel", "hidden"), [("torch", 0), ("torch", 5), pytest.param("triton", 5, marks=interpreted)]
+)
 def test_room_for_all_tokens_changes_nothing(kernel, hidden):
     """Each token then chooses for its block, and the first tokens decide without a look at how many there are."""
     tensors, state = [tensor.float() for tensor in inputs(30, heads=2, key_heads=1)], favor.kernels.StreamState(room=40)

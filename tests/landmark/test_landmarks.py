@@ -230,7 +230,7 @@ def test_fake_tensors_are_counted_as_real_ones(options):
     assert real.found == counted(4096, **options).found
 
 
-@forms
+@pytest.mark.parametrize("options", [FORMS["encoder"], FORMS["causal"]], ids=["encoder", "causal"])
 def test_compiled_in_one_graph_for_every_length(options):
     torch.compiler.reset()
     compiled = torch.compile(lambda *t: attend(*t, **options), fullgraph=True, dynamic=True, backend="aot_eager")

@@ -40,6 +40,9 @@ BUDGETS = {
 }
 
 
+LENGTHS = ("pos", "pos, causal", "pos, window", "wderf", "landmark", "landmark, causal")
+
+
 def make(length, device, dtype, features, *, batch=1, heads=(1, 1), is_padded=False, is_calibrated=False, **options):
     """Tokens and options of a call."""
     generator = torch.Generator().manual_seed(0)
@@ -73,11 +76,12 @@ def launches(length, *, dtype=torch.bfloat16, **options):
 
 @pytest.mark.parametrize("name", BUDGETS)
 def test_budgets(name, monkeypatch):
-    """Counts at two lengths, of which one has several pieces, chunks or blocks."""
+    """Counts, for one of each kind at two lengths, of which one has several pieces, chunks or blocks."""
     set_small_sections(monkeypatch)
     options, most_forward, most_backward = BUDGETS[name]
-    found = [launches(length, features=name.split(",")[0], **options) for length in (24, 50)]
-    assert found[0] == found[1]
+    lengths = (24, 50) if name in LENGTHS else (24,)
+    found = [launches(length, features=name.split(",")[0], **options) for length in lengths]
+    assert found[0] == found[-1]
     forward, backward, reads = found[0]
     assert reads == 0
     assert len(forward) <= most_forward, forward
@@ -102,11 +106,11 @@ def test_budgets_of_one_token(features, most, most_of_a_block, monkeypatch):
     assert len(counts[4]) <= most_of_a_block, counts[4]
 
 
-@pytest.mark.parametrize("name", ["pos, padding", "gerf, padding", "sderf", "wderf, window", "wderf, calibrated"])
+@pytest.mark.parametrize("name", ["gerf, padding", "wderf, calibrated"])
 def test_numbers_are_those_of_plain_operations(name):
     options, *_ = BUDGETS[name]
     features = name.split(",")[0]
-    form = {"sderf": "newton_schulz", "wderf": "cholesky"}.get(features, "auto")
+    form = {"wderf": "cholesky"}.get(features, "auto")
 
     def run(device, dtype):
         tokens, given = make(30, device, dtype, features, batch=2, heads=(4, 2), **options)
