@@ -9,6 +9,7 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from unittest.mock import patch
 
+import pytest
 import torch
 from torch._library.custom_ops import OPDEFS
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -17,6 +18,7 @@ from triton.runtime.interpreter import GridExecutor
 
 from favor.kernels import dispatch
 
+interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="runs Triton kernels on the CPU, by the interpreter")
 aten = torch.ops.aten
 READING = {aten._local_scalar_dense.default, aten.nonzero.default, aten.equal.default}
 # The device of these is that of their first input; other inputs may be on any device.

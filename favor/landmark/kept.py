@@ -191,9 +191,8 @@ def _one(
 
 def _step(kept: Kept, query: Tensor, key: Tensor, value: Tensor, call: AttentionCall, decides: bool) -> Tensor:
     """Does what `append` and `_one` do by one kernel, which also looks where a block begins without an answer."""
-    assert call.state is not None
-    selected = min(call.selected_keys, kept.key.shape[2])
-    state = call.state
+    state, selected = call.state, min(call.selected_keys, kept.key.shape[2])
+    assert state is not None
     chooses = bool(state.room) or state.is_ragged or (state.tokens - 1) % BLOCK == 0 or not kept.shared.shape[2]
     if chooses and kept.shared.shape[2] != selected:
         kept.shared = kept.shared.new_empty(*kept.shared.shape[:2], selected)

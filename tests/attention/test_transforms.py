@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from elsewhere import interpreted
 from graphs import Graphs
 from reference import FAMILIES, attend, inputs
 from small_sections import set_small_sections
@@ -50,7 +51,6 @@ def test_shapes_are_those_of_tensors_with_numbers(name, is_causal):
     assert passed(name, [tensor.clone() for tensor in tensors], mask, is_causal) == expected
 
 
-interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="runs Triton kernels on the CPU, by the interpreter")
 FORMS = [
     *((name, {}) for name in ("trig", "elu", "gerf", "sderf", "wderf@64", "landmark+6")),  # one of each path
     *((name, {"is_causal": True}) for name in ("pos@64", "sderf", "relu", "landmark+6")),

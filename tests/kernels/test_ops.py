@@ -7,6 +7,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from elsewhere import interpreted
 from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from truth import attention, gradients, make_inputs
@@ -18,7 +19,6 @@ from favor.kernels.naive import naive_linear_attention
 from favor.kernels.operands import Gradients, Operands
 from favor.kernels.ops import attention_backward, attention_forward
 
-interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="runs Triton kernels on the CPU, by the interpreter")
 # One row per kernel, which then goes through every form, dense and packed, forward and backward.
 KERNELS = [pytest.param("torch"), pytest.param("triton", marks=interpreted)]
 FORMS = ["bidirectional", "causal", "window", "causal window"]

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from elsewhere import interpreted
 from pairwise import pairs
 from truth import attention, make_inputs
 
@@ -139,7 +140,7 @@ def test_states_with_blocks_do_not_join():
             StreamState.joined(states)
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="runs Triton kernels on the CPU, by the interpreter")
+@interpreted
 def test_both_kernels_leave_the_same_state_and_step_alike():
     inputs = [t.float() for t in make_inputs(14, groups=2, batch=2)]
     inputs[-1][1] = -torch.inf

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from elsewhere import interpreted
 from landmark_problem import attend, inputs
 from small_sections import set_small_sections
 
@@ -10,9 +11,6 @@ import favor
 OPTIONS = {"is_causal": True, "selected_keys": 32}
 LONG = 850  # more than three sections of 256 tokens
 SHORT = 60  # the same in sections of 16 tokens
-
-
-interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="runs Triton kernels on the CPU, by the interpreter")
 
 
 @pytest.fixture

@@ -217,7 +217,7 @@ def forward(
         output `[B, H, L, dv]` and, for the backward pass, log normalisers; the order of keys, and of queries (empty if
         they are read as given); sorted keys and values; means; counts and choices of blocks, what they see, and runs.
     """
-    (batch, heads, length, width), (key_heads, keys), widths = query.shape, key.shape[1:3], value.shape[-1]
+    (batch, heads, length, width), (key_heads, keys), value_width = query.shape, key.shape[1:3], value.shape[-1]
     asked = (query, lengths) if given.together else (key, key_lengths)
     order_of_keys, sorted_key, sorted_value = sort(key, asked[0], key_lengths, asked[1], value)
     assert sorted_key is not None
@@ -225,11 +225,11 @@ def forward(
     number, block = given.number(keys), given.block
     mean, mean_value = (tensor.new_empty(batch, key_heads, number, tensor.shape[3]) for tensor in (key, value))
     variance = torch.empty_like(mean, dtype=torch.float32)
-    constants = width_constants(width, widths)
+    constants = width_constants(width, value_width)
     _sum_up[(batch * key_heads * number,)](
         *(sorted_key, sorted_value, key_lengths, mean, mean_value, variance, key_heads, keys, given.means, number),
         **constants,
-        TOKENS=_tokens(max(width, widths)),
+        TOKENS=_tokens(max(width, value_width)),
     )
     order = query.new_empty(0, dtype=torch.int32)
     if given.together and given.selected:

@@ -215,7 +215,8 @@ def forward(query: Tensor, key: Tensor, value: Tensor, given: SectionOptions) ->
 
     Returns:
         output `[B, H, L, dv]`; the coordinates in which queries search, and these of all keys; sums of keys and values
-        of each section; and for the backward pass log normalisers, means, and what blocks and queries chose.
+        of each section; and for the backward pass log normalisers, logarithms of the keys left, and what blocks and
+        queries chose.
     """
     (batch, heads, length, width), key_heads, value_width = query.shape, key.shape[1], value.shape[3]
     sections, blocks = ceil_divide(length, given.section), ceil_divide(length, given.block)

@@ -271,12 +271,11 @@ def sort(
         num_stages=2 if wide <= 128 else 1,
     )
     _starts[(count,)](counts, tiles, BINS=_BINS, TILES=16)
-    moves = value is not None
     found = Sorted(rows.new_empty(batch, heads, length, dtype=torch.int32))
     if value is not None:
         found = found._replace(key=rows.new_empty(rows.shape), value=value.new_empty(value.shape))
     _place[(count * tiles,)](
-        *(codes, counts, found.order, rows if moves else None, value, found.key, found.value),
+        *(codes, counts, found.order, None if value is None else rows, value, found.key, found.value),
         *(heads, length, tiles, *(strides(rows, value) if value is not None else (0,) * 6)),
         width=width,
         value_width=width if value is None else value.shape[3],
