@@ -55,6 +55,9 @@ class FavorConfig:
         selected_keys: for landmarks, how many keys each block of queries attends to exactly, chosen for it among all; 0
             for none. Default None: 768 in encoders, 1,024 in causal layers (docs/selected_keys.md). It may exceed the
             sequence, at no cost, as `window` may.
+        frequencies: for landmarks of models with sinusoidal relative positions (Transformer-XL, FastConformer): of how
+            many frequencies, the lowest, the position of a far key is held. Default None: all, which loses nothing. Near
+            keys are exact in any case.
         kernel: "auto" (default) computes with Triton on CUDA and in blocks of plain torch elsewhere; "torch" and
             "triton" force one of them, see `favor.kernels.available()`.
 
@@ -81,6 +84,7 @@ class FavorConfig:
     exact_below: int | str = "auto"
     kernel: str = "auto"
     selected_keys: int | None = None
+    frequencies: int | None = None
 
     def __post_init__(self) -> None:
         self._check_integer("num_features", 1, MOST_FEATURES)
@@ -89,6 +93,8 @@ class FavorConfig:
         self._check_integer("window", 0, MOST_TOKENS)
         if self.selected_keys is not None:
             self._check_integer("selected_keys", 0, MOST_TOKENS)
+        if self.frequencies is not None:
+            self._check_integer("frequencies", 0, MOST_FEATURES)
         if not isinstance(self.orthogonal, bool):
             raise TypeError(f"orthogonal must be True or False, got {self.orthogonal!r}.")
         if self.exact_below != "auto":
@@ -148,6 +154,7 @@ class FavorConfig:
             "orthogonal": family.is_drawn,
             "redraw_interval": family.is_drawn,
             "selected_keys": family.selects_keys,
+            "frequencies": family.selects_keys,
             "features": chooses or self.features == family.name,
         }
         for name in given:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, TypedDict
 
@@ -51,6 +51,7 @@ class CallOptions(TypedDict, total=False):
     kernel: str
     key_heads: tuple[int, int] | None
     selected_keys: int | None
+    relative: Any
 
 
 @dataclass(frozen=True)
@@ -75,6 +76,7 @@ class AttentionCall:
     packing: Packing | None = None
     key_heads: tuple[int, int] | None = None
     selected_keys: int = 0
+    relative: Any = None
 
     def directions(
         self, family: RandomFeatures, key: Tensor, root: float = 1.0, dtype: torch.dtype | None = None
@@ -230,6 +232,11 @@ def favor_attention(
     if 0 in (*query.shape[:3], value.shape[3]):  # nothing to compute; still a part of the graph
         nothing = 0 * (query.sum() + key.sum() + value.sum())
         return nothing.to(query.dtype).expand(*query.shape[:3], value.shape[3])
+    if call.relative is not None:
+        from favor.attention.positions import relative_attention
+
+        with _without_autocast(query):
+            return relative_attention(family, query, key, value, call)
     given, length, compaction = query.dtype, query.shape[2], None
     promoted = torch.promote_types(torch.promote_types(query.dtype, key.dtype), value.dtype)
     query, key, value = query.to(promoted), key.to(promoted), value.to(promoted)
@@ -245,8 +252,7 @@ def favor_attention(
     elif family.selects_keys and max(query.shape[2], key.shape[2]) > 1:
         (query, key, value), call, compaction = _moved_apart((query, key, value), call)
     # Autocast would run the projections, and so the exponents, in half precision.
-    kind = query.device.type
-    with torch.autocast(kind, enabled=False) if _has_autocast(kind) else nullcontext():
+    with _without_autocast(query):
         out = attend(family, query, key, value, call)
     if compaction is not None:
         if is_causal:
@@ -254,6 +260,11 @@ def favor_attention(
             out = out.masked_fill(~compaction.mask[:, None, :, None], 0.0)
         out = compaction.back(out, length)
     return out.to(given)
+
+
+def _without_autocast(query: Tensor) -> AbstractContextManager[Any]:
+    kind = query.device.type
+    return torch.autocast(kind, enabled=False) if _has_autocast(kind) else nullcontext()
 
 
 @torch.compiler.assume_constant_result  # torch 2.11 cannot trace it

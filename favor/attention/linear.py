@@ -34,7 +34,26 @@ _WIDEST_FIT = {"isotropic": 128, "diagonal": 128, "symmetric": 64, "asymmetric":
 def attend(family: PositiveFeatures, query: Tensor, key: Tensor, value: Tensor, call: AttentionCall) -> Tensor:
     """Computes the attention output `[B, H, L, dv]` by positive random features."""
     scale, packing, state = call.scale, call.packing, call.state
-    omega = call.directions(family, key, scale**0.5)
+    parameters, to_query, to_key, offset = prepared(family, query, key, value, call)
+    seen = None if call.key_mask is None else call.key_mask[:, None, :]
+    bias = key_bias(family.alpha, key, parameters, scale, seen, packing)
+    options: dict[str, Any] = {} if packing is None else packing.for_kernel()
+    if call.window:
+        own = query_bias(query, parameters, key.shape[1], offset.shape[-1], scale, packing)
+        options |= {"window": call.window, "scale": scale, "query_bias": own}
+    operands = (query, key, value, to_query, to_key, offset, bias)
+    if state is not None and state.memory is not None:
+        return extend(*operands, state, **options, kernel=call.kernel)
+    if state is not None:
+        state.begin(key, value, to_key, bias, call.window, call.kernel)
+    return linear_attention(*operands, is_causal=call.is_causal, kernel=call.kernel, **options)
+
+
+def prepared(
+    family: PositiveFeatures, query: Tensor, key: Tensor, value: Tensor, call: AttentionCall
+) -> tuple[Parameters, Tensor, Tensor, Tensor]:
+    """Gives the parameters of a call, and directions of queries and keys `[n, Hk, M, d]` and offsets `[n, Hk, M]`."""
+    omega = call.directions(family, key, call.scale**0.5)
     made = None
     if call.parameters is None:
         with torch.no_grad():
@@ -48,27 +67,16 @@ def attend(family: PositiveFeatures, query: Tensor, key: Tensor, value: Tensor, 
     if call.correction is not None:
         parameters = parameters.corrected(_checked("correction", call.correction, omega))
     if parameters.directions is not None:
-        omega = parameters.directions * scale**0.5
+        omega = parameters.directions * call.scale**0.5
     if made is not None and call.correction is None:
-        query_directions, key_directions, offset = made
-    elif state is None and _rounds(query, key, value, parameters, call):
-        query_directions, key_directions, offset = _rounded(family, key, omega, parameters, call)
+        return parameters, *made
+    if call.state is None and _rounds(query, key, value, parameters, call):
+        to_query, to_key, offset = _rounded(family, key, omega, parameters, call)
     else:
-        query_directions, key_directions, offset = family.directions(omega, parameters, scale**0.5)
+        to_query, to_key, offset = family.directions(omega, parameters, call.scale**0.5)
     if offset.ndim == 2:
-        query_directions, key_directions, offset = query_directions[None], key_directions[None], offset[None]
-    seen = None if call.key_mask is None else call.key_mask[:, None, :]
-    bias = key_bias(family.alpha, key, parameters, scale, seen, packing)
-    options: dict[str, Any] = {} if packing is None else packing.for_kernel()
-    if call.window:
-        own = query_bias(query, parameters, key.shape[1], omega.shape[-2], scale, packing)
-        options |= {"window": call.window, "scale": scale, "query_bias": own}
-    operands = (query, key, value, query_directions, key_directions, offset, bias)
-    if state is not None and state.memory is not None:
-        return extend(*operands, state, **options, kernel=call.kernel)
-    if state is not None:
-        state.begin(key, value, key_directions, bias, call.window, call.kernel)
-    return linear_attention(*operands, is_causal=call.is_causal, kernel=call.kernel, **options)
+        to_query, to_key, offset = to_query[None], to_key[None], offset[None]
+    return parameters, to_query, to_key, offset
 
 
 def _fused_fit(family: PositiveFeatures, query: Tensor, key: Tensor, value: Tensor, call: AttentionCall) -> str | None:

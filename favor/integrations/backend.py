@@ -35,6 +35,7 @@ from favor.integrations.layer import (
 )
 from favor.integrations.loading import register_loading, watch_adapters
 from favor.integrations.masks import favor_mask, refuse, visibility
+from favor.integrations.positions import relative_of
 from favor.integrations.stored import weights_of
 from favor.kernels import StreamState
 from favor.kernels.dispatch import is_exporting
@@ -112,6 +113,7 @@ def favor_attention_forward(
         **kwargs: further arguments of the model; refused if they would change the result. `favor_state` is the
             `favor.kernels.StreamState` of causal attention piece by piece.
     """
+    relative = relative_of(module, kwargs.pop("position_bias", None))
     refuse(kwargs, module)
     lengths = [kwargs.get(name) for name in _LENGTHS]
     packed = lengths[0] is not None or lengths[1] is not None
@@ -124,7 +126,7 @@ def favor_attention_forward(
     if cached is not None and sees.padding is not None:
         sees = sees._replace(padding=sees.padding[:, known - key_length :])
     packing = Packing.of(query, key, sees.causal, *lengths) if packed else None
-    call = Call(module, sees, scaling, dropout, packing)
+    call = Call(module, sees, scaling, dropout, packing, relative)
     name, options = layer_options(module, backend)
     if name is None or sees.reach is not None or sees.dense:
         how = "with a mask of all pairs" if sees.reach is None else f"keys at most {sees.reach} tokens away"
@@ -140,11 +142,15 @@ def favor_attention_forward(
     state = cached or kwargs.get("favor_state")
     keys = key_length if packing is None else packing.longest_key
     _check_choice(plan, choice, state, keys)
-    if keys < plan.exact_below or all_exact(choice):
+    later = relative is not None and length < key_length
+    if later or keys < plan.exact_below or all_exact(choice):
         why = f"fewer keys than exact_below = {plan.exact_below}" if keys < plan.exact_below else ALL_EXACT
+        why = "relative positions of later queries" if later else why
         _account(module, known, f"exact: {why}")
         return exact_attention(call, query, key, value), None
 
+    if isinstance(relative, Tensor):
+        refuse({"position_bias": relative}, module)
     counts = key_counts(sees, packing, plan.exact_below) if plan.exact_below else ()
     few, linear = sum(count < plan.exact_below for count in counts), partial(_estimated, name, plan, state)
     account = _runs(plan, causal, choice.get("window", plan.window))
@@ -247,19 +253,20 @@ def _estimated(
         **({} if call.packing is None else call.packing.for_kernel()),
     }
     kind = "correction" if plan.statistics == "corrected" else "parameters"
-    linear = partial(_linear, options, kind, call.dropout)
+    linear = partial(_linear, options, kind)
     if not exact_heads:
-        return linear(query, key, value, stored)
-    return by_head(query, key, value, stored, exact_heads, partial(exact_attention, call), linear)
+        return linear(call, query, key, value, stored)
+    return by_head(call, query, key, value, stored, exact_heads, linear)
 
 
 def _linear(
-    options: dict[str, Any], kind: str, dropout: float, query: Tensor, key: Tensor, value: Tensor, stored: Any
+    options: dict[str, Any], kind: str, call: Call, query: Tensor, key: Tensor, value: Tensor, stored: Any
 ) -> Tensor:
     """Estimates attention `[B, L, H, dv]`, with stored parameters of these key heads, or a correction, if any."""
-    if dropout > 0:
-        value = value * nn.functional.dropout(value.new_ones(*value.shape[:-1], 1), dropout)
-    return favor_attention(query, key, value, **options, **{kind: stored}).transpose(1, 2)
+    if call.dropout > 0:
+        value = value * nn.functional.dropout(value.new_ones(*value.shape[:-1], 1), call.dropout)
+    options = {**options, "relative": call.relative, kind: stored}
+    return favor_attention(query, key, value, **options).transpose(1, 2)
 
 
 def model_options(config: Any) -> FavorConfig:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import asdict, dataclass, replace
+from inspect import unwrap
 from typing import Any
 
 from torch import nn
@@ -14,6 +15,7 @@ from favor.config import FavorConfig, feature_family
 from favor.integrations.layer import ALL_EXACT, all_exact, decodes, layer_options, stored_choice
 from favor.integrations.masks import REFUSED, causal_of
 from favor.integrations.modules import asking_layers, attention_names, silent_layers
+from favor.integrations.positions import gives_tables
 
 # Refused arguments for which a layer that names one has a value. Layers mostly pass the others on as None.
 _TELLING = ("position_bias", "softcap", "s_aux", "indices")
@@ -238,15 +240,15 @@ def _passes(module: nn.Module, argument: str) -> bool:
     config: Any = module.config
     if not _mentions(module, argument):
         return False
-    if argument == "position_bias" and hasattr(config, "position_embeddings_type"):
-        return config.position_embeddings_type == "relative"
+    if argument == "position_bias":
+        return not gives_tables(module)
     if argument == "softcap":
         return getattr(config, "attn_logit_softcapping", None) is not None
     return True
 
 
 def _mentions(module: nn.Module, word: str) -> bool:
-    code = type(module).forward.__code__
+    code = unwrap(type(module).forward).__code__
     words = {*code.co_names, *(c for c in code.co_consts if isinstance(c, str))}
     words |= {name for constant in code.co_consts if isinstance(constant, tuple) for name in constant}
     return word in words

@@ -11,6 +11,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from favor.attention.local import local_attention
 from favor.attention.packing import Compaction, Packing
+from favor.attention.positions import ALL, Place, take
 from favor.config import warn_once
 from favor.features import Parameters
 from favor.integrations.masks import Visibility
@@ -18,13 +19,18 @@ from favor.kernels.dispatch import is_tracing
 
 
 class Call(NamedTuple):
-    """The checked arguments of one call that exact and linear attention share, without queries, keys and values."""
+    """The checked arguments of one call that exact and linear attention share, without queries, keys and values.
+
+    Attributes:
+        relative: `Clipped` or `Sinusoidal` positions, or biases `[B, H, L, S]`; None for none.
+    """
 
     module: nn.Module
     sees: Visibility
     scaling: float | None
     dropout: float
     packing: Packing | None
+    relative: Any = None
 
 
 def exact_attention(call: Call, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None) -> Tensor:
@@ -32,7 +38,7 @@ def exact_attention(call: Call, query: Tensor, key: Tensor, value: Tensor, mask:
 
     The mask `[B, 1, L, S]`, of all pairs, is read if `call.sees.dense`.
     """
-    module, sees, scaling, dropout, packing = call
+    module, sees, scaling, dropout, packing, relative = call
     tensors = (query, key, value)
     if sees.dense:
         return sdpa_attention_forward(module, *tensors, mask, dropout, scaling, False)[0]
@@ -43,17 +49,24 @@ def exact_attention(call: Call, query: Tensor, key: Tensor, value: Tensor, mask:
             options: Any = {"key_padding_mask": padding, "scale": scaling, "dropout": dropout}
             out = local_attention(query, key, value, sees.reach, is_causal=sees.causal, **options).transpose(1, 2)
         else:
-            mask = _mask(sees.padding, query.shape[2], key.shape[2], sees.causal, query)
-            out = sdpa_attention_forward(module, query, key, value, mask, dropout, scaling, sees.causal)[0]
+            mask = _mask(sees.padding, query.shape[2], key.shape[2], sees.causal, query, relative is not None)
+            if relative is not None:
+                bias = relative if isinstance(relative, Tensor) else relative.dense(query.shape[2], key.shape[2])
+                bias = bias.to(query.dtype)
+                mask = bias if mask is None else torch.where(mask, bias, torch.finfo(bias.dtype).min)
+            is_causal = sees.causal and relative is None
+            out = sdpa_attention_forward(module, query, key, value, mask, dropout, scaling, is_causal)[0]
         outs.append(out)
     return outs[0] if packing is None else torch.cat(outs, dim=1)
 
 
-def _mask(padding: Tensor | None, length: int, key_length: int, is_causal: bool, like: Tensor) -> Tensor | None:
-    """Makes the boolean mask `[B, 1, L, S]` of exact attention, or None where its `is_causal` argument is enough."""
+def _mask(
+    padding: Tensor | None, length: int, key_length: int, is_causal: bool, like: Tensor, whole: bool
+) -> Tensor | None:
+    """Makes the boolean mask `[B, 1, L, S]` of exact attention; None where, unless `whole`, `is_causal` says enough."""
     if not is_causal or length == 1:
         return None if padding is None else padding[:, None, None, :].expand(-1, 1, length, -1)
-    if padding is None and length == key_length:
+    if padding is None and length == key_length and not whole:
         return None
     triangle = torch.ones(length, key_length, dtype=torch.bool, device=like.device).tril(key_length - length)
     return triangle[None, None] if padding is None else triangle & padding[:, None, None, :]
@@ -112,10 +125,19 @@ def by_length(
             assert call.sees.padding is not None
             own, sizes = [tensor[rows] for tensor in tensors], [counts[row] for row in rows]
             padding = None if min(sizes) == own[1].shape[2] else call.sees.padding[rows]
-            attend = _exact_without_padding if rows is few else attend
-            outs += attend(call._replace(sees=call.sees._replace(padding=padding, counts=sizes)), *own).split(1)
+            attend = _exact_without_padding if rows is few and call.relative is None else attend
+            of_rows = call._replace(sees=call.sees._replace(padding=padding, counts=sizes), relative=_part(call, rows))
+            outs += attend(of_rows, *own).split(1)
     order = [*few, *others]
     return torch.cat([outs[order.index(row)] for row in range(len(counts))], dim=0 if call.packing is None else 1)
+
+
+def _part(call: Call, rows: Place = ALL, heads: Place = ALL) -> Any:
+    """Gives the positions of some rows of the batch, and some heads."""
+    relative = call.relative
+    if relative is None or isinstance(relative, Tensor):
+        return None if relative is None else take(relative, rows, heads)
+    return relative.part(rows, heads)
 
 
 def _exact_without_padding(call: Call, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -139,34 +161,36 @@ def _exact_without_padding(call: Call, query: Tensor, key: Tensor, value: Tensor
 
 
 def by_head(
+    call: Call,
     query: Tensor,
     key: Tensor,
     value: Tensor,
     parameters: Parameters | None,
     exact_heads: Sequence[int],
-    exact: Callable[[Tensor, Tensor, Tensor], Tensor],
-    linear: Callable[[Tensor, Tensor, Tensor, Parameters | None], Tensor],
+    linear: Callable[[Call, Tensor, Tensor, Tensor, Parameters | None], Tensor],
 ) -> Tensor:
     """Computes attention `[B, L, H, dv]` with some key heads exact, and the query heads that belong to them.
 
-    `parameters` are those of all key heads; `exact` and `linear` take any number of heads.
+    `parameters` are those of all key heads; `linear` takes any number of heads.
     """
     number = key.shape[1]
     if max(exact_heads) >= number:
         raise ValueError(f"exact_heads must be key heads from 0 to {number - 1}, got {list(exact_heads)}.")
     linear_heads = [head for head in range(number) if head not in exact_heads]
     if not linear_heads:
-        return exact(query, key, value)
+        return exact_attention(call, query, key, value)
+    groups = query.shape[1] // number
 
     def part(tensor: Tensor, heads: Sequence[int]) -> Tensor:
         return tensor.unflatten(1, (number, -1))[:, list(heads)].flatten(1, 2)
 
-    def both(heads: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
-        return part(query, heads), part(key, heads), part(value, heads)
+    def of(heads: Sequence[int]) -> tuple[Call, Tensor, Tensor, Tensor]:
+        asking = [head * groups + place for head in heads for place in range(groups)]
+        own = call._replace(relative=_part(call, heads=asking))
+        return own, part(query, heads), part(key, heads), part(value, heads)
 
     own = None if parameters is None else parameters.heads(linear_heads)
-    outs = [exact(*both(exact_heads)), linear(*both(linear_heads), own)]
-    groups = query.shape[1] // number
+    outs = [exact_attention(*of(exact_heads)), linear(*of(linear_heads), own)]
     joined = torch.cat([out.unflatten(2, (-1, groups)) for out in outs], dim=2)
     order = torch.tensor([*exact_heads, *linear_heads], device=query.device).argsort()
     return joined[:, :, order].flatten(2, 3)

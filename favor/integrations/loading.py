@@ -11,9 +11,7 @@ import logging
 import sys
 from collections.abc import Callable, Collection
 from difflib import get_close_matches
-from functools import wraps
 from pathlib import Path
-from types import MethodType
 from typing import Any
 
 from torch import nn
@@ -31,11 +29,11 @@ from favor.integrations.modules import (
     is_attention,
     private_configs,
     silent_layers,
+    wrap_once,
 )
 from favor.integrations.stored import check_parts, number_layers
 
 _logger = logging.getLogger("favor")
-_MARK = "wrapped_by_favor"  # other libraries wrap the same methods
 _WHOLE = "favor_is_for_all"  # attribute of a model while it is built: every part of it was asked to take the backend
 _NOTE = "favor.json"  # beside the adapters of peft
 _PLACE = ("subfolder", "revision", "cache_dir", "token", "local_files_only", "force_download", "proxies")
@@ -53,25 +51,6 @@ def register_loading() -> None:
     wrap_once(PreTrainedModel, "_move_missing_keys_from_meta_to_device", _refuse_missing)
     wrap_once(PreTrainedModel, "save_pretrained", _save)
     wrap_once(PreTrainedModel, "set_attn_implementation", _switch)
-
-
-def wrap_once(owner: type, name: str, around: Callable[..., Any]) -> None:
-    """Puts a function around a method, or class method, that is not ours; only the first call in a process does so.
-
-    It is called with the method as it was, with the object or class, and with the arguments.
-    """
-    bound = getattr(owner, name)
-    if hasattr(bound, _MARK):
-        return
-    is_class_method = isinstance(bound, MethodType)
-    original: Callable[..., Any] = bound.__func__ if is_class_method else bound
-
-    @wraps(original)
-    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return around(original, self, *args, **kwargs)
-
-    setattr(method, _MARK, True)
-    setattr(owner, name, classmethod(method) if is_class_method else method)
 
 
 def _choose(

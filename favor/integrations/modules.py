@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import wraps
+from inspect import unwrap
+from types import MethodType
 from typing import Any
 
 from torch import nn
 from transformers import AttentionInterface, PreTrainedModel
+
+_MARK = "wrapped_by_favor"  # other libraries wrap the same methods
 
 
 def attention_names(model: nn.Module) -> dict[str, nn.Module]:
@@ -90,7 +95,7 @@ def is_attention(value: Any) -> bool:
 def dispatches(module: nn.Module) -> bool:
     """Tells whether an attention module asks transformers for the function of its backend."""
     for base in type(module).__mro__:
-        for function in vars(base).values():
+        for function in map(unwrap, filter(callable, vars(base).values())):
             code = getattr(function, "__code__", None)
             space = getattr(function, "__globals__", {})
             names = () if code is None else code.co_names
@@ -99,3 +104,27 @@ def dispatches(module: nn.Module) -> bool:
             if asks and any(isinstance(space.get(name), AttentionInterface) for name in names):
                 return True
     return False
+
+
+def wrap_once(owner: Any, name: str, around: Callable[..., Any]) -> None:
+    """Puts a function around a method, class method or function of a module, once in a process.
+
+    It is called with the method as it was, and with the arguments, the object or class first.
+    """
+    bound = getattr(owner, name)
+    if is_wrapped(bound):
+        return
+    is_class_method = isinstance(bound, MethodType)
+    original: Callable[..., Any] = bound.__func__ if is_class_method else bound
+
+    @wraps(original)
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return around(original, self, *args, **kwargs)
+
+    setattr(method, _MARK, True)
+    setattr(owner, name, classmethod(method) if is_class_method else method)
+
+
+def is_wrapped(function: Any) -> bool:
+    """Tells whether `wrap_once` has put a function around this one."""
+    return hasattr(function, _MARK)

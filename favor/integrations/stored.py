@@ -36,6 +36,7 @@ from favor.integrations.layer import (
     stored_choice,
 )
 from favor.integrations.modules import asking_layers, attention_names, configs_of, in_decoders
+from favor.integrations.positions import adopt
 
 # What the fields of an entry may be: one of some values, or an integer between two.
 _CHOICES: dict[str, Collection[Any]] = {
@@ -65,6 +66,7 @@ def number_layers(model: nn.Module) -> None:
 
     Raises a ValueError or TypeError for options or entries of layers in the config that are malformed.
     """
+    adopt(model)
     attention, config = attention_names(model), getattr(model, "config", None)
     entries = getattr(config, "favor_layers", None)
     FavorConfig.from_dict(getattr(config, "favor", None))

@@ -152,8 +152,9 @@ def read_past(
     blocks = rows.flatten(0, 1)  # [N, Z, 64, d]
     place = start.unsqueeze(1) + torch.arange(blocks.shape[1], device=query.device) * BLOCK  # [B, Z]
     place = place.clamp(max=known.key.shape[2] - 1)  # the last block may be behind all
-    shared = votes(known, place, selected, kernel)
-    out = read_blocks(known, blocks, start, place // SECTION * SECTION, shared, scale, kernel)
+    seen = place // SECTION * SECTION
+    shared = votes(known.samples, known.key, place, per_head(seen, heads), selected, kernel)
+    out = read_blocks(known, blocks, start, seen, shared, scale, kernel)
     out = out.flatten(1, 2).unflatten(0, (batch, heads))
     if is_whole:
         return first_rows(out, length)
@@ -167,21 +168,21 @@ def per_head(numbers: Tensor, heads: int) -> Tensor:
 
 
 @torch.no_grad()
-def votes(known: Past, place: Tensor, selected: int, kernel: str) -> Tensor:
+def votes(samples: Tensor, key: Tensor, place: Tensor, seen: Tensor, selected: int, kernel: str) -> Tensor:
     """Chooses keys for blocks that begin at places `[B, Z]`, by four samples; the first keys too, int32 `[N, Z, K]`.
 
-    With fewer than K keys there is one place for each.
+    Samples and keys are those of `Past`; a block sees the first `seen` keys, int32 `[N, Z]`. With fewer than K keys
+    there is one place for each.
     """
-    samples, every = known.samples, BLOCK // STEP
-    selected = selected if is_exporting() else min(selected, known.key.shape[2])
+    every = BLOCK // STEP
+    selected = selected if is_exporting() else min(selected, key.shape[2])
     heads = samples.shape[1]
     slot = place.unsqueeze(-1) // STEP - torch.arange(every, device=place.device)
     there = (slot >= 0) & (slot < samples.shape[2])
     index = slot.clamp(0, samples.shape[2] - 1).flatten(1)[:, None, :, None].expand(-1, heads, -1, samples.shape[3])
     rows = samples.gather(2, index).unflatten(2, (place.shape[1], every))
     voters = (rows * there[:, None, :, :, None].to(rows.dtype)).sum(3, keepdim=True).flatten(0, 1)
-    seen = per_head(place // SECTION * SECTION, heads)
-    shared = choose(voters, known.key.flatten(0, 1), seen, selected, kernel=kernel).squeeze(2)
+    shared = choose(voters, key.flatten(0, 1), seen, selected, kernel=kernel).squeeze(2)
     sink = torch.arange(min(SINK, selected), device=place.device, dtype=torch.int32)
     return torch.cat([torch.where(seen.unsqueeze(-1) > sink, sink, -1), shared[..., sink.shape[0] :]], 2)
 

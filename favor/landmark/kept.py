@@ -178,12 +178,13 @@ def _one(
     begins = (state.tokens - 1) % BLOCK == 0
     if state.is_ragged and not state.room:  # a GPU would wait for an answer
         begins = not on_cpu(place) or bool((begin == place).any())
-    shared = kept.shared
+    shared, seen = kept.shared, (place // SECTION * SECTION).unsqueeze(1)
     if state.room or begins or not shared.shape[2]:
-        shared = causal.votes(kept, begin.unsqueeze(1), selected, kernel).view(batch, heads, -1)
+        known = (kept.samples, kept.key, begin.unsqueeze(1), causal.per_head(seen, heads))
+        shared = causal.votes(*known, selected, kernel).view(batch, heads, -1)
     if not state.room:
         kept.shared = shared
-    shared, seen = shared.flatten(0, 1).unsqueeze(1), (place // SECTION * SECTION).unsqueeze(1)
+    shared = shared.flatten(0, 1).unsqueeze(1)
     blocks = query.flatten(0, 1)[:, None]
     out = causal.read_blocks(kept, blocks, place, seen, shared, scale, kernel)
     return out.view(batch, heads, 1, -1)

@@ -229,7 +229,7 @@ class LayerErrors:
             number = settings[0].num_features
             settings = list(dict.fromkeys(setting._replace(num_features=number) for setting in settings))
         options: Any = {"features": self.family, "kernel": self.config.kernel, "scale": seen.scale}
-        options |= {"key_padding_mask": seen.padding, "is_causal": seen.is_causal}
+        options |= {"relative": seen.relative, "key_padding_mask": seen.padding, "is_causal": seen.is_causal}
         options["use_statistics"] = not decodes(seen.module)
         for setting in settings:
             out = favor_attention(seen.query, seen.key, seen.value, **options, **setting._asdict())

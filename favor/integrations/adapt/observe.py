@@ -15,9 +15,9 @@ from favor.integrations.exact import Call, exact_attention
 from favor.integrations.layer import is_self_attention, layer_number
 from favor.integrations.masks import favor_mask, refuse, visibility
 from favor.integrations.modules import configs_of, evaluating, private_configs
+from favor.integrations.positions import OBSERVER, relative_of
 from favor.integrations.stored import number_new_layers
 
-_NAME = "favor_observe"
 _callbacks: list[Callable[[Observation], None]] = []
 
 
@@ -29,6 +29,7 @@ class Observation(NamedTuple):
         query, key, value: `[B, H, L, d]`, `[B, Hk, S, d]`, `[B, Hk, S, dv]`.
         padding: boolean `[B, S]`, True for real keys; None without padding.
         scale: of the logits.
+        relative: positions, see `favor.integrations.exact.Call`.
     """
 
     layer: int
@@ -40,6 +41,7 @@ class Observation(NamedTuple):
     is_causal: bool
     scale: float
     output: Tensor
+    relative: Any = None
 
     @property
     def is_self_attention(self) -> bool:
@@ -79,9 +81,9 @@ def observe(model: PreTrainedModel, callback: Callable[[Observation], None]) -> 
     number_new_layers(model)
     _callbacks.append(callback)
     try:
-        model.set_attn_implementation(_NAME)
+        model.set_attn_implementation(OBSERVER)
         for config in private_configs(model):
-            config._attn_implementation_internal = _NAME
+            config._attn_implementation_internal = OBSERVER
         yield
     finally:
         _callbacks.pop()
@@ -147,23 +149,24 @@ def _observed(
     is_causal: bool | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
+    relative = relative_of(module, kwargs.pop("position_bias", None))
     refuse(kwargs, module)
     if kwargs.get("cu_seq_lens_q") is not None:
         raise ValueError("observing attention needs batches with padding, not packed ones (cu_seq_lens_q was given).")
     shape = (query.shape[0], query.shape[2], key.shape[2])
     sees = visibility(module, attention_mask, is_causal, shape, kwargs.get("sliding_window"))
     tensors = (query, key, value)
-    out = exact_attention(Call(module, sees, scaling, dropout, None), *tensors, attention_mask)
+    out = exact_attention(Call(module, sees, scaling, dropout, None, relative), *tensors, attention_mask)
     if sees.reach is not None or sees.dense:
         return out, None
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     with torch.no_grad():
-        seen = (*tensors, sees.padding, sees.causal, scale, out.transpose(1, 2))
+        seen = (*tensors, sees.padding, sees.causal, scale, out.transpose(1, 2), relative)
         _callbacks[-1](Observation(layer_number(module), module, *seen))
     return out, None
 
 
 def register_observer() -> None:
     """Makes the observer known to transformers, under a name of its own."""
-    AttentionInterface.register(_NAME, _observed)
-    AttentionMaskInterface.register(_NAME, favor_mask)
+    AttentionInterface.register(OBSERVER, _observed)
+    AttentionMaskInterface.register(OBSERVER, favor_mask)
