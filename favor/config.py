@@ -55,9 +55,9 @@ class FavorConfig:
         selected_keys: for landmarks, how many keys each block of queries attends to exactly, chosen for it among all; 0
             for none. Default None: 768 in encoders, 1,024 in causal layers (docs/selected_keys.md). It may exceed the
             sequence, at no cost, as `window` may.
-        frequencies: for landmarks of models with sinusoidal relative positions (Transformer-XL, FastConformer): of how
-            many frequencies, the lowest, the position of a far key is held. Default None: all, which loses nothing. Near
-            keys are exact in any case.
+        frequencies: for landmarks of models with sinusoidal relative positions (Transformer-XL, FastConformer): in how
+            many frequencies, the lowest, the positions of far keys are held. Default None: all, which loses nothing.
+            Near keys are exact in any case.
         kernel: "auto" (default) computes with Triton on CUDA and in blocks of plain torch elsewhere; "torch" and
             "triton" force one of them, see `favor.kernels.available()`.
 

@@ -193,8 +193,8 @@ class Far(Protocol):
         """
 
 
-# By kind of family: a function of it, queries `[B, H, L, w]`, keys and values `[B, Hk, L, w]`, blocks, and the call; and
-# `step`.
+# By kind of family: `step`, and a function of the family, queries `[B, H, L, w]`, keys and values `[B, Hk, L, w]`,
+# blocks and the call.
 _FAR: dict[type[Any], tuple[Callable[..., Far], int]] = {}
 
 
@@ -215,7 +215,7 @@ def relative_attention(family: Family, query: Tensor, key: Tensor, value: Tensor
         ValueError: if queries and keys are not those of the same tokens, a sequence has padding in its middle, or the
             family has no far field.
     """
-    found = next((own for kind, own in _FAR.items() if isinstance(family, kind)), None)
+    found = next((_FAR[kind] for kind in type(family).__mro__ if kind in _FAR), None)
     if found is None:
         raise ValueError(f"{family.name} features take no relative positions; use landmarks or positive features.")
     length, groups = query.shape[2], query.shape[1] // key.shape[1]

@@ -192,7 +192,7 @@ def _in_pieces(original: Any, layer: Any, input_features: Tensor, attention_mask
 
 
 def relative_of(layer: nn.Module, bias: Any) -> Any:
-    """Reads the argument `position_bias` of a layer: gives None, `Clipped`, `Sinusoidal`, or biases that are neither."""
+    """Reads the argument `position_bias` of a layer: None, `Clipped`, `Sinusoidal`, or biases that are neither."""
     if not isinstance(bias, Tensor):
         return bias
     biased = getattr(layer, "has_relative_attention_bias", True)

@@ -16,8 +16,21 @@ SPEECH = {
     "layerdrop": 0.0,
     "attention_dropout": 0.0,
 }
-WAV2VEC = {**SPEECH, "hidden_dropout": 0.0, "activation_dropout": 0.0, "feat_proj_dropout": 0.0, "conv_depthwise_kernel_size": 3}
-PARAKEET = {**SPEECH, "num_mel_bins": 8, "subsampling_factor": 2, "subsampling_conv_channels": 8, "dropout": 0.0, "activation_dropout": 0.0}
+WAV2VEC = {
+    **SPEECH,
+    "hidden_dropout": 0.0,
+    "activation_dropout": 0.0,
+    "feat_proj_dropout": 0.0,
+    "conv_depthwise_kernel_size": 3,
+}
+PARAKEET = {
+    **SPEECH,
+    "num_mel_bins": 8,
+    "subsampling_factor": 2,
+    "subsampling_conv_channels": 8,
+    "dropout": 0.0,
+    "activation_dropout": 0.0,
+}
 
 
 def t5(model, config):
