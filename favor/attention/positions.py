@@ -62,7 +62,7 @@ class Clipped(NamedTuple):
         return self
 
     def far(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
-        """Gives queries `[B, H, L, w]` and keys `[B, H, S, w]` whose products are the logits of far keys, but for b_i."""
+        """Gives queries `[B, H, L, w]` and keys `[B, H, S, w]` whose products and `ends` are logits of far keys."""
         return query, key
 
     def ends(self, table: Tensor) -> tuple[Tensor, Tensor]:
@@ -73,9 +73,9 @@ class Clipped(NamedTuple):
 class Sinusoidal(NamedTuple):
     """Biases b_i(t) = scale query_i . W r(-t), with r(t) of sin(w_f t) and cos(w_f t), w_f = 10000^(-2 f / D).
 
-    Transformer-XL (Dai et al., 2019, section 3.3). By the addition formulas b_i(j - i) is a product of a vector of i and
-    one of j, the "factorized" attention of Funnel-Transformer (Dai et al., 2020, appendix A.2): far keys hold their
-    sines and cosines.
+    Transformer-XL (Dai et al., 2019, section 3.3). By the addition formulas b_i(j - i) is a product of a vector of i
+    and one of j, the "factorized" attention of Funnel-Transformer (Dai et al., 2020, appendix A.2): far keys hold
+    their sines and cosines.
 
     Attributes:
         query: `[B, H, L, d]`.

@@ -100,7 +100,8 @@ class _Sections:
         )
         run = torch.ones(heads, dtype=torch.int32, device=key.device)
         sections = self.far_key.shape[1]
-        self.log = log_left(self.shared, seen, run, run * causal.SECTION, sections, torch.float32)
+        dtype = torch.promote_types(key.dtype, torch.float32)
+        self.log = log_left(self.shared, seen, run, run * causal.SECTION, sections, dtype)
 
     def columns(self, some: slice, ends: tuple[Tensor, Tensor]) -> Iterator[Columns]:
         """Yields chosen keys, and the means of the others."""
@@ -114,4 +115,4 @@ class _Sections:
 def _rows(table: Tensor, place: Tensor) -> Tensor:
     """Takes rows of tables `[N, S, w]` at places `[N, Z, C]`, `[N, Z, C, w]`."""
     index = place + torch.arange(len(place), device=place.device)[:, None, None] * table.shape[1]
-    return table.flatten(0, 1).index_select(0, index.flatten()).view(*place.shape, -1)
+    return table.flatten(0, 1).index_select(0, index.flatten()).view(*place.shape, table.shape[2])
