@@ -142,15 +142,12 @@ def favor_attention_forward(
     state = cached or kwargs.get("favor_state")
     keys = key_length if packing is None else packing.longest_key
     _check_choice(plan, choice, state, keys)
-    later = relative is not None and length < key_length
-    if later or keys < plan.exact_below or all_exact(choice):
-        why = f"fewer keys than exact_below = {plan.exact_below}" if keys < plan.exact_below else ALL_EXACT
-        why = "relative positions of later queries" if later else why
+    why = f"fewer keys than exact_below = {plan.exact_below}" if keys < plan.exact_below else ""
+    why = why or (ALL_EXACT if all_exact(choice) else _needs_all_pairs(module, relative, length, key_length, plan))
+    if why:
         _account(module, known, f"exact: {why}")
         return exact_attention(call, query, key, value), None
 
-    if isinstance(relative, Tensor):
-        refuse({"position_bias": relative}, module)
     counts = key_counts(sees, packing, plan.exact_below) if plan.exact_below else ()
     few, linear = sum(count < plan.exact_below for count in counts), partial(_estimated, name, plan, state)
     account = _runs(plan, causal, choice.get("window", plan.window))
@@ -161,6 +158,15 @@ def favor_attention_forward(
     reason = f"with fewer keys than exact_below = {plan.exact_below}"
     _account(module, known, f"exact in {few} of {len(counts)} rows, {reason}{account}")
     return by_length(call, (query, key, value), counts, plan.exact_below, linear).contiguous(), None
+
+
+def _needs_all_pairs(module: nn.Module, relative: Any, length: int, keys: int, plan: _Plan) -> str:
+    """Says why relative positions make a layer exact, "" if they do not; raises a ValueError where it cannot be."""
+    if relative is not None and length < keys:
+        return "relative positions of fewer queries than keys"
+    if isinstance(relative, Tensor) and plan.selected_keys < keys:
+        refuse({"position_bias": relative}, module)
+    return "a position bias for each pair, and no more keys than selected_keys" if isinstance(relative, Tensor) else ""
 
 
 def _check_choice(plan: _Plan, choice: dict[str, Any], state: Any, keys: int) -> None:

@@ -1,8 +1,10 @@
-"""Models with relative positions: landmarks that lose nothing equal the model's own attention, and form no L x L tensor."""
+"""Models with relative positions: landmarks of all keys equal the attention of the model, and nothing is L x L."""
 
 import pytest
 import torch
 import transformers as hf
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import favor
 
@@ -50,6 +52,7 @@ MODELS = {
     "pop2piano": t5(hf.Pop2PianoForConditionalGeneration, hf.Pop2PianoConfig),
     "wav2vec2-bert relative keys": wav2vec("relative_key"),
     "wav2vec2-bert relative": wav2vec("relative"),
+    "udop": lambda: (hf.UdopEncoderModel, hf.UdopConfig(**SMALL, decoder_start_token_id=0)),
     "parakeet": lambda: (hf.ParakeetEncoder, hf.ParakeetEncoderConfig(**PARAKEET)),
 }
 
@@ -66,6 +69,8 @@ def inputs_of(model, length, padded):
         frames[1, 2 * int(mask[1].sum()) :] = 0
         return {"input_features": torch.randn(2, 2 * length, 8), "attention_mask": frames if padded else None}, mask
     ids = torch.randint(1, 40, (2, length))
+    if isinstance(model, hf.UdopEncoderModel):
+        return {"input_ids": ids, "attention_mask": mask, "bbox": torch.rand(2, length, 4).sort().values}, mask
     text = {"input_ids": ids, "attention_mask": mask, "decoder_input_ids": ids, "decoder_attention_mask": mask}
     return text, mask
 
@@ -80,7 +85,7 @@ def run(model, inputs, mask):
     return out.detach() * mask[..., None], grads
 
 
-@pytest.mark.parametrize("length, padded", [(1, False), (100, True), (300, False), (1000, True)])
+@pytest.mark.parametrize(("length", "padded"), [(1, False), (100, True), (300, False), (1000, True)])
 @pytest.mark.parametrize("name", MODELS)
 def test_landmarks_of_all_keys_are_the_attention_of_the_model(name, length, padded):
     kind, config = MODELS[name]()
@@ -97,3 +102,36 @@ def test_landmarks_of_all_keys_are_the_attention_of_the_model(name, length, padd
     assert grads.keys() == wanted.keys()
     for part, grad in wanted.items():
         assert torch.allclose(grads[part], grad, atol=1e-4 * max(1, float(grad.abs().max()))), part
+
+
+class Largest(TorchDispatchMode):
+    """Notes the most bytes of a tensor that an operation makes."""
+
+    size = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **kwargs or {})
+        made = [own.untyped_storage().nbytes() for own in tree_leaves(out) if isinstance(own, torch.Tensor)]
+        self.size = max(self.size, *made, 0)
+        return out
+
+
+@pytest.mark.parametrize("name", ["t5", "wav2vec2-bert relative keys", "parakeet"])
+def test_no_tensor_has_room_for_all_pairs(name):
+    kind, config = MODELS[name]()
+    kind = hf.T5EncoderModel if name == "t5" else kind
+    config.num_hidden_layers = 1
+    model = favor.configure(kind(config), "landmark", exact_below=0, selected_keys=64, num_features=64)
+    inputs, mask = inputs_of(model, 8192, True)
+    inputs = {own: rows[1:] for own, rows in inputs.items() if not own.startswith("decoder")}
+    with Largest() as largest:
+        model(**inputs).last_hidden_state[mask[1:] > 0].sum().backward()
+    assert largest.size < 8192**2 / 4  # a boolean mask has a byte for each pair
+
+
+def test_biases_of_other_kinds_are_refused():
+    model = hf.UdopEncoderModel(hf.UdopConfig(**SMALL, decoder_start_token_id=0))
+    inputs, _ = inputs_of(model, 100, False)
+    favor.configure(model, "landmark", exact_below=0, selected_keys=64)
+    with pytest.raises(ValueError, match=r"a position bias for each pair \(argument position_bias\)"):
+        model(**inputs)
