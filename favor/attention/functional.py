@@ -196,6 +196,10 @@ def favor_attention(
         selected_keys: K, for landmarks: how many keys a block of queries attends to exactly. Default None: 768, or
             1,024 in causal attention, where each query chooses K/16 more for itself. 0 for none. With at least as many
             as there are keys this is softmax attention.
+        relative: biases of the logits by the distance of query and key, `favor.attention.Clipped` or
+            `favor.attention.Sinusoidal`; None (default) for none. Keys around a query are then exact, as far as the
+            biases vary, and landmarks or positive features stand for all others. L and S must be equal, padding at the
+            ends, and nothing packed; there is no state. `window` may widen what is exact.
 
     Returns:
         `[B, H, L, dv]`, in the type of `query`.

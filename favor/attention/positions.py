@@ -24,7 +24,7 @@ from favor.features import Parameters
 from favor.registry import Family
 
 ROWS = 64  # queries of a block
-# Logits held at a time: on a CPU they stay in the cache of each thread.
+# Logits held at a time: on a CPU they stay in its cache.
 _LOGITS, _LOGITS_OF_GPU = 2**21, 2**27
 ALL = slice(None)
 Place = slice | list[int]
@@ -226,7 +226,7 @@ def relative_attention(family: Family, query: Tensor, key: Tensor, value: Tensor
         )
     given, budget = query.dtype, _LOGITS_OF_GPU
     if query.device.type == "cpu":
-        raised, budget = torch.promote_types(given, torch.float32), _LOGITS * torch.get_num_threads()
+        raised, budget = torch.promote_types(given, torch.float32), _LOGITS
         query, key, value = query.to(raised), key.to(raised), value.to(raised)
     outs = []
     for rows, tokens in _sequences(call.key_mask, query):
