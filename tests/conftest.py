@@ -24,6 +24,38 @@ if not torch.cuda.is_available():
 WORDS = ("good", "bad", "film", "plot", "the", "a", "was", "is", "not", "very", "dull", "fine", "actor", "scene")
 
 
+@pytest.fixture(autouse=True, scope="session")
+def quick_interpreter():
+    """Lets Triton's interpreter replace what a module uses of `tl` once in a launch, and not in each call of a function.
+
+    Half of the time of the tests of kernels would go there. What a launch replaces is set back when it ends.
+    """
+    try:
+        from triton.runtime import interpreter
+
+        replace, launch, modules = interpreter._patch_lang, interpreter._LangPatchScope(), set()
+    except (ImportError, AttributeError):  # of another version
+        yield
+        return
+
+    def once(function):
+        nonlocal launch
+        module = id(function.__globals__)
+        if not launch._changes:  # those of the last launch are set back
+            launch = replace(function)
+            modules.clear()
+        elif module not in modules:
+            replace(function)
+        else:
+            return interpreter._LangPatchScope()
+        modules.add(module)
+        return launch
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(interpreter, "_patch_lang", once)
+        yield
+
+
 @pytest.fixture(autouse=True)
 def one_thread():
     """Sets back to one the number of threads, which programs set for the whole process, and so for all later tests."""
