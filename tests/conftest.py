@@ -9,6 +9,7 @@ os.environ["ACCELERATE_USE_CPU"] = "true"
 # One thread per worker: pytest-xdist and the processes that tests start share the cores.
 os.environ["OMP_NUM_THREADS"] = "1"
 
+import gc
 import gzip
 import random
 from pathlib import Path
@@ -22,6 +23,11 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 WORDS = ("good", "bad", "film", "plot", "the", "a", "was", "is", "not", "very", "dull", "fine", "actor", "scene")
+
+
+def pytest_collection_finish():
+    """Lets later collections of garbage, of which each training does some, leave out what the imports brought."""
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True, scope="session")
