@@ -32,7 +32,7 @@ def pytest_collection_finish():
 
 @pytest.fixture(autouse=True, scope="session")
 def quick_interpreter():
-    """Lets Triton's interpreter replace what a module uses of `tl` once in a launch, and not in each call of a function.
+    """Lets Triton's interpreter replace what a module uses of `tl` once a launch, and not in each call of a function.
 
     Half of the time of the tests of kernels would go there. What a launch replaces is set back when it ends.
     """
