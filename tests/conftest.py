@@ -9,6 +9,7 @@ os.environ["ACCELERATE_USE_CPU"] = "true"
 # One thread per worker: pytest-xdist and the processes that tests start share the cores.
 os.environ["OMP_NUM_THREADS"] = "1"
 
+import gc
 import gzip
 import random
 from pathlib import Path
@@ -22,6 +23,43 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 WORDS = ("good", "bad", "film", "plot", "the", "a", "was", "is", "not", "very", "dull", "fine", "actor", "scene")
+
+
+def pytest_collection_finish():
+    """Lets later collections of garbage, of which each training does some, leave out what the imports brought."""
+    gc.freeze()
+
+
+@pytest.fixture(autouse=True, scope="session")
+def quick_interpreter():
+    """Lets Triton's interpreter replace what a module uses of `tl` once a launch, and not in each call of a function.
+
+    Half of the time of the tests of kernels would go there. What a launch replaces is set back when it ends.
+    """
+    try:
+        from triton.runtime import interpreter
+
+        replace, launch, modules = interpreter._patch_lang, interpreter._LangPatchScope(), set()
+    except (ImportError, AttributeError):  # of another version
+        yield
+        return
+
+    def once(function):
+        nonlocal launch
+        module = id(function.__globals__)
+        if not launch._changes:  # those of the last launch are set back
+            launch = replace(function)
+            modules.clear()
+        elif module not in modules:
+            replace(function)
+        else:
+            return interpreter._LangPatchScope()
+        modules.add(module)
+        return launch
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(interpreter, "_patch_lang", once)
+        yield
 
 
 @pytest.fixture(autouse=True)

@@ -5,7 +5,6 @@ from functools import partial
 import pytest
 import torch
 from elsewhere import Elsewhere, another_device, move
-from heap import few_objects  # noqa: F401
 from pairwise import pairs
 from small_sections import set_small_sections
 from torch.nn.functional import cross_entropy

@@ -136,12 +136,18 @@ for missing, module in json.loads(sys.argv[2]):
     del sys.modules[missing]
     sys.modules.update(kept)
 print(json.dumps(found))
+
+speech, programs = map(json.loads, sys.argv[3:])
+for name in [name for name in sys.modules if name.startswith(("favor.train", "favor.eval", *speech))]:
+    del sys.modules[name]
+sys.modules.update(dict.fromkeys(speech))
+for name in programs:
+    importlib.import_module(name)
 """
-# Without packages of extras the core loads models of the zoo by Auto classes, before they are imported, and runs; the
-# other programs are imported with all packages but those of speech.
+# Without packages of extras the core loads models of the zoo by Auto classes, before they are imported, and runs.
 ALONE = """
-import importlib, json, sys
-saved, blocked, speech, programs = map(json.loads, sys.argv[2:])
+import json, sys
+saved, blocked = map(json.loads, sys.argv[2:])
 sys.modules.update(dict.fromkeys(blocked))
 import favor, torch, transformers
 for auto in saved:
@@ -150,11 +156,11 @@ for auto in saved:
 import favor.models
 x = torch.ones(1, 1, 3, 4)
 print(favor.favor_attention(x, x, x, features="pos").shape)
-for name in set(blocked) - set(speech):
-    del sys.modules[name]
-for name in programs:
-    importlib.import_module(name)
 """
+# Programs that do without packages of speech.
+SPEECH = ["jiwer", "soundfile", "flashlight"]
+OTHERS = ["favor.train." + name for name in ("glue", "mlm", "clm", "distill")]
+OTHERS += ["favor.eval." + name for name in ("glue.__main__", "language.perplexity", "approximation.__main__")]
 # A package, what to import without it, and the extra that brings it. Without a module: training of word pieces.
 NEEDED = [
     ("accelerate", "favor.train.glue", "train"),
@@ -174,9 +180,12 @@ NEEDED = [
 
 @pytest.fixture(scope="module")
 def without():
-    """What one fresh process found: packages that `import favor` brought along, and one error for each row above."""
-    rows = json.dumps([row[:2] for row in NEEDED])
-    return json.loads(python("-c", WITHOUT, json.dumps(EXTRA_PACKAGES), rows))
+    """What one fresh process found: packages that `import favor` brought along, and one error for each row above.
+
+    It ends with an error if a program that is not for speech needs a package of speech.
+    """
+    given = EXTRA_PACKAGES, [row[:2] for row in NEEDED], SPEECH, OTHERS
+    return json.loads(python("-c", WITHOUT, *map(json.dumps, given)))
 
 
 def test_the_core_imports_no_package_of_an_extra(without):
@@ -185,7 +194,7 @@ def test_the_core_imports_no_package_of_an_extra(without):
     assert set(without["imported"]) <= {"sentencepiece", "soundfile"}
 
 
-def test_the_core_loads_its_models_and_programs_for_text_do_without_packages_of_speech(tmp_path):
+def test_the_core_loads_its_models_without_packages_of_extras(tmp_path):
     tiny = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
     saved = {
         "AutoModelForMaskedLM": PerformerBertForMaskedLM(PerformerBertConfig(**tiny)),
@@ -193,10 +202,7 @@ def test_the_core_loads_its_models_and_programs_for_text_do_without_packages_of_
     }
     for auto, model in saved.items():
         model.save_pretrained(tmp_path / auto)
-    speech = ["jiwer", "soundfile", "flashlight"]
-    names = ["favor.train." + name for name in ("glue", "mlm", "clm", "distill")]
-    names += ["favor.eval." + name for name in ("glue.__main__", "language.perplexity", "approximation.__main__")]
-    printed = python("-W", "ignore", "-c", ALONE, tmp_path, *map(json.dumps, ([*saved], EXTRA_PACKAGES, speech, names)))
+    printed = python("-W", "ignore", "-c", ALONE, tmp_path, *map(json.dumps, ([*saved], EXTRA_PACKAGES)))
     loaded = [f"{type(model).__name__} favor#" for model in saved.values()]
     assert printed.splitlines() == [*loaded, "torch.Size([1, 1, 3, 4])"]
 

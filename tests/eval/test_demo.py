@@ -155,7 +155,7 @@ def test_checks_say_what_does_not_hold(cut, landmark, seconds, scores, failing):
 @pytest.mark.slow
 def test_the_demo_runs(tmp_path, capsys, monkeypatch):
     """With halves of 64 tokens, one step, and eight rows to evaluate."""
-    sizes = {"HALF": 64, "WHOLE": 128, "LENGTHS": (96, 128)}
+    sizes = {"HALF": 64, "WHOLE": 128, "LENGTHS": (96, 128), "MAX_LENGTH": 64}
     for name, value in (sizes | {"TIMED": 1, "BATCH_SIZE": 4, "DEV_PASSAGES": 4}).items():
         monkeypatch.setattr(tasks, name, value)
         monkeypatch.setattr(demo, name, value, raising=False)

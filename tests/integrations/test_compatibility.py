@@ -24,7 +24,6 @@ EQUAL = {
     "jamba": "JambaModel",
     "clip": "CLIPModel",
     "lightglue": "LightGlueForKeypointMatching",  # the module says that it is causal, and it is not
-    "gemma": "GemmaModel",
     "wav2vec2": "Wav2Vec2Model",
     "whisper": "WhisperModel",
     "moonshine": "MoonshineDecoder",  # the argument of the call says that it is not causal, the mask that it is

@@ -26,9 +26,16 @@ ONE = ("--skip_memory", "--directions", "causal", "--passes", "forward")
 
 @pytest.fixture(autouse=True)
 def tiny(sized):
+    """Tiny sizes; and of all that a program draws while it goes on, the last plot of each file is drawn."""
+    plots, draw = {}, report.plot
+    sized(report, plot=lambda results, path: plots.update({path: results}))
     sized(speed, NUM_FEATURES=16, HEADS=2, HEAD_DIM=16, LAYERS=1, REPEATS=1)
     sized(generation, TOKENS=3)
     sized(models, HIDDEN=24, BACKENDS=("sdpa", "favor+", "favor#"))
+    yield
+    for path, results in plots.items():
+        draw(results, path)
+        assert path.stat().st_size > 1000
 
 
 @pytest.mark.slow
