@@ -8,7 +8,7 @@ import pytest
 import torch
 from test_programs import ROOT as REPOSITORY
 from test_programs import programs
-from transformers import AutoModelForCausalLM, DebertaV2Config, LlamaConfig, LlamaForCausalLM, T5Config, T5Model
+from transformers import AutoModelForCausalLM, DebertaV2Config, Gemma2Config, Gemma2Model, LlamaConfig, LlamaForCausalLM
 
 import favor
 from favor.eval.common.pretrained import minilm_path
@@ -55,7 +55,7 @@ def folders(tmp_path_factory):
     root = tmp_path_factory.mktemp("models")
     torch.manual_seed(0)
     LlamaForCausalLM(LlamaConfig(**TINY, vocab_size=20)).save_pretrained(root / "llama")
-    T5Config(d_model=16, num_layers=1, num_heads=2, d_kv=8, d_ff=16, vocab_size=20).save_pretrained(root / "t5")
+    Gemma2Config(**TINY, vocab_size=20).save_pretrained(root / "gemma2")
     DebertaV2Config(**TINY, vocab_size=20).save_pretrained(root / "deberta")
     return root
 
@@ -191,8 +191,8 @@ def test_check_gives_1_where_nothing_is_linear(start, folders):
     code, printed, _ = start("check", folders / "llama", "--lengths", 16)
     assert code == 1
     assert "2 exact" in printed.splitlines()[-1]
-    code, printed, _ = start("check", folders / "t5", "--lengths", 100000)
-    model = favor.configure(T5Model(T5Config.from_pretrained(folders / "t5")), "landmark")
+    code, printed, _ = start("check", folders / "gemma2", "--lengths", 100000)
+    model = favor.configure(Gemma2Model(Gemma2Config.from_pretrained(folders / "gemma2")), "landmark")
     described = favor.describe(model, 100000)
     assert code == 1
     assert printed_kinds(printed) == {layer.layer: ["refused"] for layer in described.layers}
@@ -221,7 +221,7 @@ def test_convert_saves_a_model_that_loads_as_linear(start, folders, bert_folder,
 
 
 def test_convert_refuses_before_it_loads_weights(start, folders, tmp_path):
-    for name, reason in (("t5", "a position bias"), ("deberta", "never asks transformers for a backend")):
+    for name, reason in (("gemma2", "soft-capped logits"), ("deberta", "never asks transformers for a backend")):
         code, _, said = start("convert", folders / name, tmp_path / name)
         assert code == 2
         assert reason in said

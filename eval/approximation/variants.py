@@ -193,6 +193,7 @@ class HeadErrors:
             key_padding_mask=seen.padding,
             is_causal=seen.is_causal,
             scale=seen.scale,
+            relative=seen.relative,
             seed=self.seed,
             layer=seen.layer,
             parameters=self._stored(variant, seen.layer, "calibrated"),
@@ -240,7 +241,10 @@ def window_alone(seen: Observation, window: int, places: Tensor | None = None) -
     mask = mask[None, None]
     if seen.padding is not None:
         mask = mask & seen.padding[:, None, None, :]
-    query = seen.query if places is None else seen.query[:, :, places]
+    query, length = (seen.query if places is None else seen.query[:, :, places]), seen.query.shape[2]
+    if seen.relative is not None:
+        bias = seen.relative.dense(length, seen.key.shape[2])
+        mask = (bias if places is None else bias[:, :, places]).masked_fill(~mask, -torch.inf)
     return nn.functional.scaled_dot_product_attention(
         query, seen.key, seen.value, attn_mask=mask, scale=seen.scale, enable_gqa=True
     ).nan_to_num(0.0)

@@ -174,7 +174,7 @@ class Blocks:
 
 
 class Columns(NamedTuple):
-    """What some blocks read: keys `[N, Z or 1, C, w]`, values `[N, Z or 1, C, dv]`, biases `[N, Z or 1, R or 1, C]`."""
+    """Holds what some blocks read: keys and values `[N, Z or 1, C, w]`, and biases `[N, Z or 1, R or 1, C]`."""
 
     key: Tensor
     value: Tensor
@@ -182,7 +182,7 @@ class Columns(NamedTuple):
 
 
 class Far(Protocol):
-    """What a family makes of the keys of some heads of one sequence, or of several of equal lengths."""
+    """Holds what a family makes of the keys of some heads of one sequence, or of several of equal lengths."""
 
     def columns(self, some: slice, ends: tuple[Tensor, Tensor]) -> Iterator[Columns]:
         """Yields what is far from some Z blocks.
@@ -224,19 +224,28 @@ def relative_attention(family: Family, query: Tensor, key: Tensor, value: Tensor
             "relative positions are for self-attention of whole sequences, without packing and without a state; got "
             f"{length} queries and {key.shape[2]} keys."
         )
-    given, budget = query.dtype, _LOGITS_OF_GPU
+    if not isinstance(call.relative, Clipped | Sinusoidal):
+        raise TypeError(f"relative must be Clipped or Sinusoidal, got {type(call.relative).__name__}.")
+    given = query.dtype
     if query.device.type == "cpu":
-        raised, budget = torch.promote_types(given, torch.float32), _LOGITS
+        raised = torch.promote_types(given, torch.float32)
         query, key, value = query.to(raised), key.to(raised), value.to(raised)
     outs = []
     for rows, tokens in _sequences(call.key_mask, query):
-        most = max(1, budget // max(query[rows, 0, tokens].numel() * groups, 1))
-        heads = [slice(first, min(first + most, key.shape[1])) for first in range(0, key.shape[1], most)]
-        parts = [
-            _of_heads(found, family, query, key, value, call, rows, tokens, some, groups, budget) for some in heads
-        ]
+        own = [tensor[rows, :, tokens] for tensor in (query, key, value)]
+        most, parts = max(1, _budget(query) // max(own[0][:, :groups].numel(), 1)), []
+        for first in range(0, key.shape[1], most):
+            heads = slice(first, min(first + most, key.shape[1]))
+            asking = slice(heads.start * groups, heads.stop * groups)
+            relative = call.relative.part(rows, asking, tokens)
+            some = replace(_of_heads(call, heads, key.shape[1]), relative=relative)
+            parts.append(_attend(family, found, own[0][:, asking], own[1][:, heads], own[2][:, heads], some))
         outs.append(pad(torch.cat(parts, 1), (0, 0, tokens.start, length - tokens.stop)))
     return torch.cat(outs).to(given)
+
+
+def _budget(query: Tensor) -> int:
+    return _LOGITS if query.device.type == "cpu" else _LOGITS_OF_GPU
 
 
 def _sequences(mask: Tensor | None, query: Tensor) -> Iterator[tuple[slice, slice]]:
@@ -261,35 +270,32 @@ def _sequences(mask: Tensor | None, query: Tensor) -> Iterator[tuple[slice, slic
         row += number
 
 
-def _of_heads(
-    found: tuple[Callable[..., Far], int],
+def _of_heads(call: AttentionCall, heads: slice, number: int) -> AttentionCall:
+    """Gives a call of some of its key heads, without its masks."""
+    first, total = call.key_heads or (0, number)
+
+    def own(parameters: Parameters | None) -> Parameters | None:
+        if parameters is None or parameters.factor.ndim < 3 or parameters.factor.shape[-3] == 1:
+            return parameters
+        return parameters.heads(range(heads.start, heads.stop))
+
+    stored = {"parameters": own(call.parameters), "correction": own(call.correction)}
+    return replace(call, key_mask=None, query_mask=None, key_heads=(first + heads.start, total), **stored)  # type: ignore[arg-type]
+
+
+def _attend(
     family: Family,
+    found: tuple[Callable[..., Far], int],
     query: Tensor,
     key: Tensor,
     value: Tensor,
     call: AttentionCall,
-    rows: slice,
-    tokens: slice,
-    heads: slice,
-    groups: int,
-    budget: int,
 ) -> Tensor:
-    """Computes attention of some key heads, for tokens of some rows of the batch."""
-    make, step = found
-    first, all_heads = call.key_heads or (0, key.shape[1])
-    call = replace(
-        call,
-        key_mask=None,
-        query_mask=None,
-        key_heads=(first + heads.start, all_heads),
-        parameters=_heads_of(call.parameters, heads),
-        correction=_heads_of(call.correction, heads),
-    )
-    asking = slice(heads.start * groups, heads.stop * groups)
-    query, key, value = query[rows, asking, tokens], key[rows, heads, tokens], value[rows, heads, tokens]
-    relative, (batch, number, length) = call.relative.part(rows, asking, tokens), query.shape[:3]
+    """Computes attention without padding."""
+    (make, step), relative = found, call.relative
+    (batch, number, length), groups = query.shape[:3], query.shape[1] // key.shape[1]
     if not length:
-        return value[:, :, :0].repeat_interleave(groups, 1)
+        return value.repeat_interleave(groups, 1)
     reach, step = max(relative.left, call.window), step if call.is_causal else 1
     behind = 0 if call.is_causal else -(-max(relative.right, call.window) // ROWS)
     blocks = Blocks(-(-length // ROWS), length, -(-reach // ROWS), behind, call.is_causal, step)
@@ -303,16 +309,11 @@ def _of_heads(
         near, table = field.columns(some)
         return _softmax(asking_rows[:, some], [near, *far.columns(some, relative.ends(table))], call.scale)
 
-    most = max(1, budget // (query[..., 0].numel() // length * ROWS * 1024))
+    most = max(1, _budget(query) // (batch * number * ROWS * 1024))
     pieces = [slice(first, min(first + most, blocks.number)) for first in range(0, blocks.number, most)]
     keeps = torch.is_grad_enabled() and len(pieces) > 1
     outs = [checkpoint(attend, some, use_reentrant=False) if keeps else attend(some) for some in pieces]
     return torch.cat(outs, 1).flatten(1, 2)[:, :length].unflatten(0, (batch, number))
-
-
-def _heads_of(parameters: Parameters | None, heads: slice) -> Parameters | None:
-    shared = parameters is None or parameters.factor.ndim < 3 or parameters.factor.shape[-3] == 1
-    return parameters if parameters is None or shared else parameters.heads(range(heads.start, heads.stop))
 
 
 def in_rows(tensor: Tensor, blocks: Blocks) -> Tensor:

@@ -113,7 +113,8 @@ def favor_attention_forward(
         **kwargs: further arguments of the model; refused if they would change the result. `favor_state` is the
             `favor.kernels.StreamState` of causal attention piece by piece.
     """
-    relative = relative_of(module, kwargs.pop("position_bias", None))
+    bias = kwargs.pop("position_bias", None)
+    relative = None if bias is None else relative_of(module, bias)
     refuse(kwargs, module)
     lengths = [kwargs.get(name) for name in _LENGTHS]
     packed = lengths[0] is not None or lengths[1] is not None

@@ -195,7 +195,7 @@ def test_missing_parameters_and_refused_layers_are_described():
     assert 'statistics="calibrated" needs stored parameters of wderf' in str(favor.describe(model))
     favor.calibrate(model, [tokens(True)])
     assert {layer.parameters for layer in favor.describe(model).layers} == {"calibrated"}
-    sizes = {"d_model": 32, "d_kv": 8, "num_layers": 1, "num_heads": 4, "d_ff": 32, "vocab_size": 40}
-    t5 = hf.T5EncoderModel._from_config(hf.T5Config(**sizes), attn_implementation="favor#")
-    (layer,) = favor.describe(t5).layers
-    assert (layer.runs, layer.why) == ("refused", "a position bias for each pair")
+    config = hf.Gemma2Config(hidden_size=32, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=4)
+    capped = hf.Gemma2Model._from_config(config, attn_implementation="favor#")
+    (layer,) = favor.describe(capped).layers
+    assert (layer.runs, layer.why) == ("refused", "soft-capped logits")

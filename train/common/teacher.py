@@ -179,6 +179,7 @@ class AttentionStudent(nn.Module):
             key_padding_mask=seen.padding,
             is_causal=seen.is_causal,
             scale=seen.scale,
+            relative=seen.relative,
             seed=options["seed"],
             layer=seen.layer,
             redraw=0 if str(seen.layer) in self.directions else draw,  # learned ones need no new draw

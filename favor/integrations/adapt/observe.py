@@ -149,7 +149,8 @@ def _observed(
     is_causal: bool | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    relative = relative_of(module, kwargs.pop("position_bias", None))
+    bias = kwargs.pop("position_bias", None)
+    relative = None if bias is None else relative_of(module, bias)
     refuse(kwargs, module)
     if kwargs.get("cu_seq_lens_q") is not None:
         raise ValueError("observing attention needs batches with padding, not packed ones (cu_seq_lens_q was given).")

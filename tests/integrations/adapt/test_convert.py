@@ -10,11 +10,13 @@ from test_calibrate import batches, bert, llama, tokens
 from torch.nn.functional import scaled_dot_product_attention
 
 import favor
+from favor.attention import Clipped
 from favor.features import Parameters
 from favor.integrations.adapt.convert import Costs, LayerErrors, Setting, allocate, cheapest_error
 from favor.integrations.adapt.observe import observe
-from favor.integrations.exact import by_head
+from favor.integrations.exact import Call, by_head
 from favor.integrations.layer import attention_modules, stored_choice
+from favor.integrations.masks import Visibility
 from favor.integrations.stored import update_choices
 
 
@@ -24,16 +26,17 @@ def test_heads_keep_their_places():
     marks = torch.arange(3.0)
     parameters = Parameters(*(m[:, None, None] * torch.eye(4) for m in (marks, marks, marks)), shift=marks[:, None])
 
-    def exact(q, k, v):
-        return -q.transpose(1, 2)
-
-    def linear(q, k, v, stored):
+    def linear(call, q, k, v, stored):
         assert torch.equal(stored.shift[:, 0], torch.tensor([0.0, 1.0]))
+        assert torch.equal(call.relative.key.flatten(), torch.arange(4.0))
         return q.transpose(1, 2)
 
-    out = by_head(query, key, key, parameters, [2], exact, linear)
-    signs = torch.tensor([1.0, 1, 1, 1, -1, -1])[None, None, :, None]
-    assert torch.equal(out, signs * query.transpose(1, 2))
+    relative = Clipped(torch.ones(1, 1, 1, 1), torch.arange(6.0).view(6, 1, 1), 0, 0)
+    call = Call(torch.nn.Module(), Visibility(False), 0.5, 0.0, None, relative)
+    out = by_head(call, query, key, key, parameters, [2], linear)
+    exact = torch.nn.functional.scaled_dot_product_attention(query, key, key, scale=0.5, enable_gqa=True)
+    assert torch.equal(out[:, :, :4], query[:, :4].transpose(1, 2))
+    assert torch.allclose(out[:, :, 4:], exact[:, 4:].transpose(1, 2))
 
 
 def test_the_budget_goes_to_the_worst_heads():
