@@ -26,7 +26,7 @@ from favor.models.conformer import ConformerConfig, ConformerModel
 
 # Text, images and llama: the width of BERT-base. The Conformer has the width of the FAVOR# paper.
 MODELS = ("bert", "modernbert", "vit", "conformer", "llama", "gemma")
-BACKENDS = ("sdpa", "favor+", "favor++", "favor#")
+BACKENDS = ("sdpa", "favor+", "favor++", "favor#", "landmark")
 HIDDEN, MODEL_HEADS, MODEL_KEY_HEADS = 768, 12, 4
 GEMMA_HEADS, GEMMA_KEY_HEADS, GEMMA_PERIOD, GEMMA_WINDOW, GEMMA_WORDS = 4, 1, 6, 512, 32000
 PATCH = 16

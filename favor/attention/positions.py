@@ -226,18 +226,17 @@ def relative_attention(family: Family, query: Tensor, key: Tensor, value: Tensor
         )
     if not isinstance(call.relative, Clipped | Sinusoidal):
         raise TypeError(f"relative must be Clipped or Sinusoidal, got {type(call.relative).__name__}.")
-    given = query.dtype
-    if query.device.type == "cpu":
-        raised = torch.promote_types(given, torch.float32)
-        query, key, value = query.to(raised), key.to(raised), value.to(raised)
-    outs = []
+    given, outs = query.dtype, []
+    raised = torch.promote_types(given, torch.float32) if query.device.type == "cpu" else given
+    query, key, value = query.to(raised), key.to(raised), value.to(raised)
+    positions = call.relative._make(own.to(raised) if isinstance(own, Tensor) else own for own in call.relative)
     for rows, tokens in _sequences(call.key_mask, query):
         own = [tensor[rows, :, tokens] for tensor in (query, key, value)]
         most, parts = max(1, _budget(query) // max(own[0][:, :groups].numel(), 1)), []
         for first in range(0, key.shape[1], most):
             heads = slice(first, min(first + most, key.shape[1]))
             asking = slice(heads.start * groups, heads.stop * groups)
-            relative = call.relative.part(rows, asking, tokens)
+            relative = positions.part(rows, asking, tokens)
             some = replace(_of_heads(call, heads, key.shape[1]), relative=relative)
             parts.append(_attend(family, found, own[0][:, asking], own[1][:, heads], own[2][:, heads], some))
         outs.append(pad(torch.cat(parts, 1), (0, 0, tokens.start, length - tokens.stop)))

@@ -158,3 +158,19 @@ def test_errors_say_what_was_wrong():
     waves = Sinusoidal(query, torch.randn(2, D, 16), SCALE)
     with pytest.raises(ValueError, match='take features="landmark" for sinusoidal positions'):
         favor.favor_attention(query, query, query, features="pos", relative=waves)
+
+
+@pytest.mark.parametrize("kind", ["buckets", "waves"])
+def test_half_precision_is_raised_on_a_cpu(kind):
+    torch.manual_seed(0)
+    query, key, value = (drawn(B, H, L, D).detach() for _ in range(3))
+    relative, _ = positions(kind, query, False)
+    halved = relative._make(own.bfloat16() if isinstance(own, torch.Tensor) else own for own in relative)
+    options = {"features": "landmark", "num_features": M, "selected_keys": 400}
+    found = favor.favor_attention(*(own.bfloat16() for own in (query, key, value)), **options, relative=halved)
+    rounded = halved._make(own.double() if isinstance(own, torch.Tensor) else own for own in halved)
+    wanted = favor.favor_attention(
+        *(own.bfloat16().double() for own in (query, key, value)), **options, relative=rounded
+    )
+    assert found.dtype == torch.bfloat16
+    assert torch.allclose(found.double(), wanted, atol=2e-2)
