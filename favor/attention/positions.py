@@ -50,6 +50,10 @@ class Clipped(NamedTuple):
         """Gives those of some rows of the batch, some heads and some queries."""
         return self._replace(query=take(self.query, rows, heads, tokens), key=take(self.key, heads))
 
+    def to(self, dtype: torch.dtype) -> Clipped:
+        """Converts the tensors."""
+        return self._replace(query=self.query.to(dtype), key=self.key.to(dtype))
+
     def dense(self, length: int, keys: int) -> Tensor:
         """Gives the biases of all pairs `[B, H, L, S]`; queries belong to the last keys."""
         table = self.query @ self.key.mT
@@ -95,6 +99,10 @@ class Sinusoidal(NamedTuple):
     def part(self, rows: Place = ALL, heads: Place = ALL, tokens: Place = ALL) -> Sinusoidal:
         """Gives those of some rows of the batch, some heads and some queries."""
         return self._replace(query=take(self.query, rows, heads, tokens), weight=take(self.weight, heads))
+
+    def to(self, dtype: torch.dtype) -> Sinusoidal:
+        """Converts the tensors."""
+        return self._replace(query=self.query.to(dtype), weight=self.weight.to(dtype))
 
     def dense(self, length: int, keys: int) -> Tensor:
         """Gives the biases of all pairs `[B, H, L, S]`; queries belong to the last keys."""
@@ -229,7 +237,7 @@ def relative_attention(family: Family, query: Tensor, key: Tensor, value: Tensor
     given, outs = query.dtype, []
     raised = torch.promote_types(given, torch.float32) if query.device.type == "cpu" else given
     query, key, value = query.to(raised), key.to(raised), value.to(raised)
-    positions = call.relative._make(own.to(raised) if isinstance(own, Tensor) else own for own in call.relative)
+    positions = call.relative.to(raised)
     for rows, tokens in _sequences(call.key_mask, query):
         own = [tensor[rows, :, tokens] for tensor in (query, key, value)]
         most, parts = max(1, _budget(query) // max(own[0][:, :groups].numel(), 1)), []

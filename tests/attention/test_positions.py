@@ -165,10 +165,10 @@ def test_half_precision_is_raised_on_a_cpu(kind):
     torch.manual_seed(0)
     query, key, value = (drawn(B, H, L, D).detach() for _ in range(3))
     relative, _ = positions(kind, query, False)
-    halved = relative._make(own.bfloat16() if isinstance(own, torch.Tensor) else own for own in relative)
+    halved = relative.to(torch.bfloat16)
     options = {"features": "landmark", "num_features": M, "selected_keys": 400}
     found = favor.favor_attention(*(own.bfloat16() for own in (query, key, value)), **options, relative=halved)
-    rounded = halved._make(own.double() if isinstance(own, torch.Tensor) else own for own in halved)
+    rounded = halved.to(torch.float64)
     wanted = favor.favor_attention(
         *(own.bfloat16().double() for own in (query, key, value)), **options, relative=rounded
     )
