@@ -11,6 +11,7 @@ from typing import Any
 
 from favor import features, landmark, registry  # noqa: F401  landmark adds its family
 from favor.attention import favor_attention
+from favor.attention.parallel import sequence_parallel, shard
 from favor.config import FavorConfig
 from favor.integrations.adapt.calibrate import calibrate
 from favor.integrations.adapt.convert import convert
@@ -34,6 +35,8 @@ __all__ = [
     "features",
     "register_features",
     "registry",
+    "sequence_parallel",
+    "shard",
 ]
 
 register()

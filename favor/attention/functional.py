@@ -20,6 +20,8 @@ from favor.kernels.dispatch import check_not_scripted, fuses, has_shape_only, is
 from favor.registry import Family, get
 
 _METHODS: dict[type[Any], Callable[..., Tensor]] = {}
+# Processes that share sequences, of `favor.attention.parallel.sequence_parallel`; the innermost are the last.
+SEQUENCE_GROUPS: list[Any] = []
 
 
 def method(kind: type[Family]) -> Callable[[Callable[..., Tensor]], Callable[..., Tensor]]:
@@ -245,6 +247,11 @@ def favor_attention(
     promoted = torch.promote_types(torch.promote_types(query.dtype, key.dtype), value.dtype)
     query, key, value = query.to(promoted), key.to(promoted), value.to(promoted)
     query = call.finite_padding(query, key.shape[2])
+    if SEQUENCE_GROUPS:
+        from favor.attention.parallel import parallel_attention
+
+        with _without_autocast(query):
+            return parallel_attention(family, query, key, value, call, SEQUENCE_GROUPS[-1]).to(given)
     if call.key_mask is not None and call.window:  # blocks begin with the first real token, wherever the padding is
         compaction = Compaction.of(call.key_mask)
     if compaction is not None:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+from favor.attention.functional import SEQUENCE_GROUPS
 from favor.attention.local import local_attention
 from favor.attention.packing import Compaction, Packing
 from favor.attention.positions import ALL, Place, take
@@ -39,6 +40,11 @@ def exact_attention(call: Call, query: Tensor, key: Tensor, value: Tensor, mask:
     The mask `[B, 1, L, S]`, of all pairs, is read if `call.sees.dense`.
     """
     module, sees, scaling, dropout, packing, relative = call
+    if SEQUENCE_GROUPS:
+        raise ValueError(
+            f"inside sequence_parallel {type(module).__name__} would be exact, and see its own piece of the sequence "
+            "alone. Set exact_below=0, keep no exact heads or parts, and use models without local layers."
+        )
     tensors = (query, key, value)
     if sees.dense:
         return sdpa_attention_forward(module, *tensors, mask, dropout, scaling, False)[0]

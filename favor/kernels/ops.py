@@ -105,18 +105,40 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
 def _differentiate(
     ctx: Any,
     grad: Tensor | None,
+    of_lse: Tensor | None = None,
     *unused: Any,
     differentiate: Callable[..., tuple[Tensor, ...]] = attention_backward,
 ) -> tuple[Any, ...]:
-    if grad is None:
+    if grad is None and of_lse is None:
         return (None,) * len(ctx.needs_input_grad)
     for_directions = any(ctx.needs_input_grad[3:6])
     options = (ctx.max_q, ctx.max_k, ctx.is_causal, ctx.window, ctx.scale, for_directions, ctx.kernel)
-    found = Gradients(*differentiate(grad, *ctx.saved_tensors, *options))
+    saved = list(ctx.saved_tensors)
+    if of_lse is not None:
+        grad, saved = _with_normaliser(grad, of_lse, saved)
+    found = Gradients(*differentiate(grad, *saved, *options))
+    if of_lse is not None:  # kernels take the gradient of the query bias from the features, as that of all logits is 0
+        found = found._replace(value=found.value[..., :-1])
+        found = found._replace(query_bias=found.query_bias - of_lse) if ctx.window else found
     directions = (found.query_directions, found.key_directions, found.offset) if for_directions else (None,) * 3
     query_bias = found.query_bias if ctx.window else None
     options_of_forward = (None,) * 6
     return (*found[:3], *directions, found.key_bias, None, None, query_bias, *options_of_forward)
+
+
+def _with_normaliser(grad: Tensor | None, of_lse: Tensor, saved: list[Any]) -> tuple[Tensor, list[Any]]:
+    """Adds the gradient h_i of the normaliser to that of the output, by one more column of values that are all zero.
+
+    The gradient of the logarithm of weight w_ij is w_ij (g_i.v_j - g_i.out_i + h_i). A kernel gets it if g_i has one
+    more entry, 1, v_j a 0 and out_i the entry -h_i.
+    """
+    _, _, value, *_, out, _, _, summary, _ = saved
+    grad = torch.zeros_like(out) if grad is None else grad
+    saved[2] = torch.nn.functional.pad(value, (0, 1))
+    if summary.numel():
+        saved[12] = torch.nn.functional.pad(summary, (0, 1))
+    saved[9] = torch.cat([out, -of_lse.unsqueeze(-1).to(out.dtype)], -1)
+    return torch.nn.functional.pad(grad, (0, 1), value=1.0), saved
 
 
 attention_forward.register_autograd(_differentiate, setup_context=_keep)
@@ -190,8 +212,9 @@ def linear_attention(
     *,
     query_bias: Tensor | None = None,
     kernel: str = "auto",
+    with_lse: bool = False,
     **geometry: Unpack[GeometryOptions],
-) -> Tensor:
+) -> Any:
     """Attends with weights sum_m exp(query.uq_m + key.uk_m + offset_m + key_bias), in time linear in the length.
 
     With a window, tokens are cut into blocks of `window` tokens, and the weights inside a block are exp(scale
@@ -209,6 +232,8 @@ def linear_attention(
         key_bias: `[B, Hk, S]`; -inf hides a key, whatever key and value hold there.
         query_bias: `[B, H, L]`, float32 or float64 like the directions; required with a window, and only then.
         kernel: "auto" (Triton on CUDA, torch elsewhere), "torch" or "triton".
+        with_lse: whether to return the logarithm of the normaliser too, `[B, H, L]`, with gradients; for causal
+            attention or with a window.
         is_causal: query i sees keys 0 ... S - L + i; default False.
         cu_seqlens_q, cu_seqlens_k: cumulative lengths `[N + 1]`, int32, starting with 0, of N sequences packed one
             after another along L and S; then B is 1 and no sequence sees another. None (default) if nothing is packed.
@@ -242,4 +267,8 @@ def linear_attention(
     cu_q, cu_k, *options = form
     *tensors, query_bias = given.readable()
     inputs = (*tensors, cu_q, cu_k, query_bias, *options, kernel)
-    return (_Eager.apply(*inputs) if is_transformed() or plain(*tensors[:3]) else attention_forward(*inputs))[0]
+    found = _Eager.apply(*inputs) if is_transformed() or plain(*tensors[:3]) else attention_forward(*inputs)
+    if not with_lse:
+        return found[0]
+    out, lse, *_ = found
+    return out, lse.masked_fill(lse == torch.inf, -torch.inf)  # what kernels keep for queries that see nothing

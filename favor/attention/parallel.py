@@ -1,0 +1,228 @@
+"""Attention over sequences that are cut into pieces, one for each process.
+
+Every process attends with its queries to its own keys, and exchanges what others need of its keys: of positive features
+a weight and a mean value each, whose size does not depend on the length; of causal landmarks all keys and values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from favor.attention.functional import SEQUENCE_GROUPS, AttentionCall
+from favor.attention.linear import key_bias, prepared, query_bias
+from favor.features import Moments, PositiveFeatures
+from favor.kernels import linear_attention
+from favor.registry import Family
+
+_ROWS = 4096  # tokens whose features are held at a time
+_NOTHING = -1e30  # logarithm of the weight of no keys, finite so that gradients are
+
+
+@contextmanager
+def sequence_parallel(mesh: Any) -> Iterator[None]:
+    """Makes attention take sequences that are cut over processes: inside, each gives its piece and gets its output.
+
+    Pieces are contiguous and equally long, in the order of the ranks; padding is at the end of the last ones. All else
+    in a model works on single tokens, but for position ids and losses: see `favor.shard`.
+
+    Args:
+        mesh: a `torch.distributed.device_mesh.DeviceMesh` of one dimension, or a process group.
+
+    Example:
+        >>> import torch, favor
+        >>> torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+        >>> query, key, value = torch.randn(3, 1, 2, 64, 8)
+        >>> with favor.sequence_parallel(torch.distributed.group.WORLD):
+        ...     out = favor.favor_attention(query, key, value, features="pos", num_features=16)
+        >>> bool(torch.allclose(out, favor.favor_attention(query, key, value, features="pos", num_features=16)))
+        True
+        >>> torch.distributed.destroy_process_group()
+    """
+    SEQUENCE_GROUPS.append(mesh.get_group() if hasattr(mesh, "get_group") else mesh)
+    try:
+        yield
+    finally:
+        SEQUENCE_GROUPS.pop()
+
+
+def shard(inputs: dict[str, Tensor], mesh: Any, *, is_causal: bool = False) -> dict[str, Tensor]:
+    """Takes the piece of this process from the inputs of a model.
+
+    Args:
+        inputs: tensors `[B, L, ...]`; L is a multiple of the number of processes.
+        mesh: as in `sequence_parallel`.
+        is_causal: whether labels are those of a causal language model. They are then shifted before the cut, and
+            called `shift_labels`, as transformers calls them.
+
+    Returns:
+        the pieces `[B, L / n, ...]`, and `position_ids`.
+
+    Raises:
+        ValueError: if the length cannot be divided.
+    """
+    group = mesh.get_group() if hasattr(mesh, "get_group") else mesh
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    inputs = dict(inputs)
+    like = next(iter(inputs.values()))
+    length = like.shape[1]
+    if length % size:
+        raise ValueError(f"{length} tokens cannot be cut into {size} equal pieces; pad to a multiple of {size}.")
+    inputs.setdefault("position_ids", torch.arange(length, device=like.device).expand(like.shape[0], -1))
+    if is_causal and "labels" in inputs:
+        inputs["shift_labels"] = torch.nn.functional.pad(inputs.pop("labels")[:, 1:], (0, 1), value=-100)
+    piece = length // size
+    return {name: tensor[:, rank * piece : (rank + 1) * piece] for name, tensor in inputs.items()}
+
+
+class _Gathered(torch.autograd.Function):
+    """The tensors of all processes, in a new first dimension; gradients are added up where a tensor came from."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, group: Any) -> Tensor:
+        ctx.group = group
+        found = tensor.new_empty(dist.get_world_size(group), *tensor.shape)
+        dist.all_gather(list(found.unbind(0)), tensor.contiguous(), group=group)
+        return found
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        grad = grad.contiguous()
+        dist.all_reduce(grad, group=ctx.group)
+        return grad[dist.get_rank(ctx.group)], None
+
+
+def gathered(tensor: Tensor, group: Any) -> Tensor:
+    """Gives the tensors of all processes, in a new first dimension, with gradients."""
+    found: Tensor = _Gathered.apply(tensor, group)
+    return found
+
+
+def parallel_attention(
+    family: Family, query: Tensor, key: Tensor, value: Tensor, call: AttentionCall, group: Any
+) -> Tensor:
+    """Computes the attention `[B, H, n, dv]` of the queries of this process to the keys of all.
+
+    Raises:
+        ValueError: for what needs whole sequences.
+    """
+    if call.packing is not None or call.state is not None or call.relative is not None:
+        raise ValueError("sequence_parallel takes no packed sequences, no state and no relative positions.")
+    if isinstance(family, PositiveFeatures):
+        return _by_features(family, query, key, value, call, group)
+    if family.selects_keys and call.is_causal:
+        from favor.landmark.pieces import attention  # which imports this package
+
+        return attention(query, key, value, call, group)
+    raise ValueError(
+        f"{family.name} attention of encoders needs whole sequences: it sorts all keys. Inside sequence_parallel take "
+        "positive features (favor+, favor++, favor#), or causal landmarks."
+    )
+
+
+def _by_features(
+    family: PositiveFeatures, query: Tensor, key: Tensor, value: Tensor, call: AttentionCall, group: Any
+) -> Tensor:
+    if call.window and key.shape[2] % call.window:
+        raise ValueError(
+            f"inside sequence_parallel windows end where pieces do: take pieces of a multiple of window={call.window} "
+            f"tokens; this one has {key.shape[2]}."
+        )
+    with torch.no_grad():
+        call = _with_parameters(family, query, key, call, group)
+    parameters, to_query, to_key, offset = prepared(family, query, key, value, call)
+    seen = None if call.key_mask is None else call.key_mask[:, None, :]
+    bias = key_bias(family.alpha, key, parameters, call.scale, seen, None)
+    weight, mean = _state(key, to_key, bias, value)
+    states = gathered(torch.cat([weight.unsqueeze(-1), mean], -1), group)
+    if not (call.is_causal or call.window):
+        weight, mean = _joined(states, torch.ones(len(states), dtype=torch.bool, device=states.device))
+        return _read(query, to_query, offset + weight, mean)[0].to(query.dtype)
+    options: dict[str, Any] = {"is_causal": call.is_causal, "kernel": call.kernel, "with_lse": True}
+    if call.window:  # the normaliser is then without the query bias, as that of features is
+        own = query_bias(query, parameters, key.shape[1], offset.shape[-1], call.scale, None)
+        options |= {"window": call.window, "scale": call.scale, "query_bias": own}
+    out, lse = linear_attention(query, key, value, to_query, to_key, offset, bias, **options)
+    rank, place = dist.get_rank(group), torch.arange(len(states), device=states.device)
+    weight, mean = _joined(states, place < rank if call.is_causal else place != rank)
+    far, far_lse = _read(query, to_query, offset + weight, mean)
+    both = torch.logaddexp(lse, far_lse)
+    here, there = ((part - both).exp().unsqueeze(-1) for part in (lse, far_lse))
+    return (here * out + there * far).to(query.dtype)
+
+
+def _joined(states: Tensor, kept: Tensor) -> tuple[Tensor, Tensor]:
+    """Joins the states `[n, B, Hk, M, 1 + dv]` of some processes, by `kept` `[n]`: gives log weight and mean value."""
+    weights = states[..., 0].masked_fill(~kept.view(-1, 1, 1, 1), _NOTHING).clamp(min=_NOTHING)
+    total = weights.logsumexp(0)
+    return total, ((weights - total).exp().unsqueeze(-1) * states[..., 1:]).sum(0)
+
+
+def _with_parameters(
+    family: PositiveFeatures, query: Tensor, key: Tensor, call: AttentionCall, group: Any
+) -> AttentionCall:
+    """Fits parameters to the tokens of all processes, where a call has none and would fit them to its own."""
+    if call.parameters is not None or not family.needs_statistics or call.is_causal or not call.use_statistics:
+        return call
+    if family.num_queries:
+        raise ValueError(
+            f"{family.name} fits its parameters to the attention of whole sequences. Inside sequence_parallel call "
+            "favor.calibrate first, or take sderf or aderf."
+        )
+    masks = (call.query_padding(query.shape[2], key.shape[2]), call.key_mask)
+    pooled = []
+    for rows, mask, groups in zip((query, key), masks, (query.shape[1] // key.shape[1], 1), strict=True):
+        shared = rows.unflatten(1, (-1, groups)).flatten(2, 3)
+        kept = None if mask is None else mask[:, None].repeat(1, 1, groups)
+        moments = family.moments(shared, shared, kept, kept, scale=call.scale)
+        count = mask.sum(1) if mask is not None else torch.full((len(rows),), rows.shape[2], device=rows.device)
+        counts = gathered(count.to(moments.mean_x), group)
+        share = (counts / counts.sum(0).clamp(min=1))[:, :, None, None]
+        means, covs = gathered(moments.mean_x, group), gathered(moments.cov_x, group)
+        mean = (share * means).sum(0)
+        apart = means - mean
+        cov = (share.unsqueeze(-1) * (covs + apart.unsqueeze(-1) * apart.unsqueeze(-2))).sum(0)
+        pooled.append((mean, cov))
+    (mean_x, cov_x), (mean_y, cov_y) = pooled
+    return replace(call, parameters=family.fit_moments(Moments(mean_x, mean_y, cov_x, cov_y)))
+
+
+def _in_parts(function: Any, *tensors: Tensor) -> list[Any]:
+    """Applies a function to some tokens `[B, H, n, ...]` at a time, and computes it again in the backward pass."""
+    parts = zip(*(tensor.split(_ROWS, 2) for tensor in tensors), strict=True)
+    if not torch.is_grad_enabled():
+        return [function(*part) for part in parts]
+    return [checkpoint(function, *part, use_reentrant=False) for part in parts]
+
+
+def _state(key: Tensor, to_key: Tensor, bias: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    """Gives the log weight `[B, Hk, M]` and the mean value `[B, Hk, M, dv]` of each feature over all keys."""
+
+    def summed(key: Tensor, bias: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        logits = key.to(bias.dtype) @ to_key.to(bias.dtype).mT + bias.unsqueeze(-1)
+        weight = logits.clamp(min=_NOTHING).logsumexp(2)
+        return weight, (logits - weight.unsqueeze(2)).exp().mT @ value.to(bias.dtype)
+
+    weights, means = map(torch.stack, zip(*_in_parts(summed, key, bias, value), strict=True))
+    total = weights.logsumexp(0)
+    return total, ((weights - total).exp().unsqueeze(-1) * means).sum(0)
+
+
+def _read(query: Tensor, to_query: Tensor, weight: Tensor, mean: Tensor) -> tuple[Tensor, Tensor]:
+    """Attends with queries `[B, H, n, d]` to features of a weight `[B, Hk, M]`; gives output and normaliser."""
+    groups, dtype = query.shape[1] // mean.shape[1], weight.dtype
+    directions, weight, mean = (tensor.repeat_interleave(groups, 1) for tensor in (to_query.to(dtype), weight, mean))
+
+    def read(query: Tensor) -> tuple[Tensor, Tensor]:
+        logits = query.to(dtype) @ directions.mT + weight.unsqueeze(2)
+        return logits.softmax(-1) @ mean, logits.logsumexp(-1)
+
+    out, lse = (torch.cat(parts, 2) for parts in zip(*_in_parts(read, query), strict=True))
+    return out, lse
