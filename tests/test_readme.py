@@ -15,14 +15,15 @@ ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
 PAGES = [README, *sorted((ROOT / "docs").rglob("*.md"))]
 RECIPES = [page for page in PAGES if page.parent.name == "recipes"]
-OPTIONAL = ("accelerate", "onnxruntime", "onnxscript", "peft", "sentence_transformers", "torchao")
+ELSEWHERE = ["onnx"]  # in tests/integrations/test_export.py
+OPTIONAL = ("accelerate", "peft", "sentence_transformers", "torchao")
 FENCED = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 OTHERS = [page for folder in ("eval/results", "favor", "models") for page in sorted((ROOT / folder).rglob("*.md"))]
 
 
-def run_page(page: Path) -> int:
+def run_page(page: Path, names: dict[str, object] | None = None) -> int:
     """Runs the blocks in order, in one namespace, and returns how many outputs were compared."""
-    names: dict[str, object] = {}
+    names = {} if names is None else names
     compared = 0
     blocks = FENCED.findall(page.read_text())
     for (language, code), (following, shown) in zip(blocks, [*blocks[1:], ("", "")], strict=True):
@@ -83,7 +84,7 @@ def test_readme_runs_and_prints_what_it_shows(tmp_path, monkeypatch):
 
 
 @pytest.mark.filterwarnings("ignore")  # of the libraries
-@pytest.mark.parametrize("page", RECIPES, ids=lambda page: page.stem)
+@pytest.mark.parametrize("page", [page for page in RECIPES if page.stem not in ELSEWHERE], ids=lambda page: page.stem)
 def test_recipe(page, tmp_path, monkeypatch):
     imported = set(re.findall(r"^(?:import|from) (\w+)", page.read_text(), re.MULTILINE))
     for package in (*OPTIONAL[:1], *imported & {*OPTIONAL}):

@@ -22,11 +22,19 @@ from favor.models.conformer import ConformerConfig, ConformerForCTC
 ROOT = Path(__file__).parent.parent
 SOURCES = ("favor", "models", "train", "eval", "scripts/command")
 FILES = ("pyproject.toml", "setup.py", "MANIFEST.in", "README.md", "LICENSE", "CHANGELOG.md", "CITATION.cff")
+# Models of the zoo, loaded by Auto classes before they are imported.
+ALONE = """
+import json, sys
+import favor, transformers
+for auto in json.loads(sys.argv[1]):
+    model = getattr(transformers, auto).from_pretrained(auto)
+    print(type(model).__name__, model.config._attn_implementation)
+"""
 SEEN = """
 import importlib.metadata, importlib.util
 import favor, favor.models
 print(favor.__file__)
-print(importlib.metadata.version("favor"), importlib.util.find_spec("sklearn"))
+print(importlib.metadata.version("favor"), [*map(importlib.util.find_spec, json.loads(sys.argv[2]))])
 """
 
 
@@ -76,8 +84,21 @@ def dist(tmp_path_factory):
     return home / "dist"
 
 
+def save_models(folder: Path) -> dict[str, str]:
+    """Saves tiny models of the zoo in folders that are called as their Auto classes; gives their own classes."""
+    tiny = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
+    saved = {
+        "AutoModelForMaskedLM": PerformerBertForMaskedLM(PerformerBertConfig(**tiny)),
+        "AutoModelForCTC": ConformerForCTC(ConformerConfig(**tiny)),
+    }
+    for auto, model in saved.items():
+        model.save_pretrained(folder / auto)
+    return {auto: type(model).__name__ for auto, model in saved.items()}
+
+
 @pytest.mark.slow
-def test_the_wheel_alone_runs_the_first_example(dist, tmp_path):
+def test_the_wheel_alone_loads_models_and_runs_the_first_example(dist, tmp_path):
+    """With nothing but what the core requires."""
     (wheel,) = dist.glob("*.whl")
     venv.create(tmp_path / "env", symlinks=True, with_pip=False)
     python = tmp_path / "env" / "bin" / "python"
@@ -88,11 +109,14 @@ def test_the_wheel_alone_runs_the_first_example(dist, tmp_path):
     blocks = FENCED.findall(README.read_text())
     following = (zip(*both, strict=True) for both in pairwise(blocks))
     code, shown = next(code for kinds, code in following if kinds == ("python", "text"))
-    printed = run(python, "-W", "ignore", "-c", code + SEEN, cwd=tmp_path)
+    saved = save_models(tmp_path)
+    words = map(json.dumps, ([*saved], EXTRA_PACKAGES))
+    printed = run(python, "-W", "ignore", "-c", ALONE + code + SEEN, *words, cwd=tmp_path)
     *output, place, seen = printed.splitlines()
-    assert [line.rstrip() for line in output] == shown.splitlines()
+    assert output[: len(saved)] == [f"{name} favor#" for name in saved.values()]
+    assert [line.rstrip() for line in output[len(saved) :]] == shown.splitlines()
     assert Path(place).is_relative_to(site)
-    assert seen == f"{wheel.name.split('-')[1]} None"  # nothing of an extra
+    assert seen == f"{wheel.name.split('-')[1]} {len(EXTRA_PACKAGES) * [None]}"  # nothing of an extra
 
 
 @pytest.mark.slow
@@ -144,19 +168,6 @@ sys.modules.update(dict.fromkeys(speech))
 for name in programs:
     importlib.import_module(name)
 """
-# Without packages of extras the core loads models of the zoo by Auto classes, before they are imported, and runs.
-ALONE = """
-import json, sys
-saved, blocked = map(json.loads, sys.argv[2:])
-sys.modules.update(dict.fromkeys(blocked))
-import favor, torch, transformers
-for auto in saved:
-    model = getattr(transformers, auto).from_pretrained(f"{sys.argv[1]}/{auto}")
-    print(type(model).__name__, model.config._attn_implementation)
-import favor.models
-x = torch.ones(1, 1, 3, 4)
-print(favor.favor_attention(x, x, x, features="pos").shape)
-"""
 # Programs that do without packages of speech.
 SPEECH = ["jiwer", "soundfile", "flashlight"]
 OTHERS = ["favor.train." + name for name in ("glue", "mlm", "clm", "distill")]
@@ -192,19 +203,6 @@ def test_the_core_imports_no_package_of_an_extra(without):
     # transformers itself imports scipy and accelerate where they are installed, before `import favor`, and these two
     # with the tokenizers and feature extractors that the models of the zoo derive from.
     assert set(without["imported"]) <= {"sentencepiece", "soundfile"}
-
-
-def test_the_core_loads_its_models_without_packages_of_extras(tmp_path):
-    tiny = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
-    saved = {
-        "AutoModelForMaskedLM": PerformerBertForMaskedLM(PerformerBertConfig(**tiny)),
-        "AutoModelForCTC": ConformerForCTC(ConformerConfig(**tiny)),
-    }
-    for auto, model in saved.items():
-        model.save_pretrained(tmp_path / auto)
-    printed = python("-W", "ignore", "-c", ALONE, tmp_path, *map(json.dumps, ([*saved], EXTRA_PACKAGES)))
-    loaded = [f"{type(model).__name__} favor#" for model in saved.values()]
-    assert printed.splitlines() == [*loaded, "torch.Size([1, 1, 3, 4])"]
 
 
 @pytest.mark.parametrize(("missing", "module", "extra"), NEEDED)

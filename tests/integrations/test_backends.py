@@ -225,7 +225,6 @@ def test_a_module_has_one_object_of_ours_and_its_copies_share_no_counts():
 COMPILED = [
     ("favor#", {"feature_weights": True, "refine_steps": 0}, "inference"),
     ("favor#", {"window": 7}, "training"),
-    ("favor_elu", {}, "training"),
     ("landmark", {"selected_keys": 6}, "training"),
     ("landmark", {"selected_keys": 0}, "inference"),
 ]

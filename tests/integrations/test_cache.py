@@ -251,13 +251,12 @@ def states(cache):
 
 @pytest.mark.filterwarnings("default")  # tracing runs code of torch and transformers that warns
 @pytest.mark.usefixtures("small_sections")
-@pytest.mark.parametrize("backend", ["favor+", "landmark"])
-@pytest.mark.parametrize(("prompts", "masked"), [((5,), False), ((20, 1, 9), True)])
-def test_a_compiled_step_serves_all_tokens(backend, prompts, masked):
+@pytest.mark.parametrize(("backend", "prompts"), [("landmark", (5,)), ("landmark", (20, 1, 9)), ("favor+", (20, 1, 9))])
+def test_a_compiled_step_serves_all_tokens(backend, prompts):
     """In one program that looks at no tensor, after prompts of several pieces, shorter than a block or longer."""
     torch.compiler.reset()
     model, ids, graphs = make(backend=backend, **STATIC[backend]).double(), prompt(50, 50)["input_ids"], Graphs()
-    mask = prompt(50, 41)["attention_mask"] if masked else None
+    mask = prompt(50, 41)["attention_mask"] if len(prompts) > 1 else None
     with torch.no_grad():
         expected = model(ids, attention_mask=mask, use_cache=False).logits
         step = torch.compile(model, fullgraph=True, dynamic=False, backend=graphs)
@@ -279,11 +278,10 @@ def test_a_compiled_step_serves_all_tokens(backend, prompts, masked):
 
 @pytest.mark.filterwarnings("default")
 @pytest.mark.usefixtures("small_sections")
-@pytest.mark.parametrize("backend", ["favor+", "landmark"])
-def test_generate_compiles_its_steps_with_room_for_all_tokens(backend):
+def test_generate_compiles_its_steps_with_room_for_all_tokens():
     torch.compiler.reset()
     torch._dynamo.utils.counters.clear()
-    model, inputs = make(backend=backend, **STATIC[backend]).double(), prompt(12, 7)
+    model, inputs = make(backend="landmark", **STATIC["landmark"]).double(), prompt(12, 7)
     compiling = hf.CompileConfig(fullgraph=True, backend="aot_eager", mode=None)
     compiling._compile_all_devices = True
     expected = generate(model, favor.FavorCache(model.config), inputs)

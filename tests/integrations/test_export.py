@@ -1,7 +1,10 @@
 """Models in programs that other engines run: one file for every length, equal to the model itself."""
 
+from functools import partial
+
 import pytest
 import torch
+from test_readme import ROOT, run_page
 from transformers import BertConfig, BertModel
 
 import favor
@@ -13,12 +16,10 @@ from favor.kernels.operands import Geometry, Operands
 
 SIZES = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
 SIZES |= {"vocab_size": 99, "initializer_range": 0.5}  # large weights, so that attention matters
-# Drawn or not, with parameters from the sequence or not.
+# Without parameters, and with parameters from the sequence; favor+ is exported below.
 METHODS = [
-    ("favor+", True, {"num_features": 16}),
-    ("favor#", False, {"num_features": 16}),
+    ("favor_relu", True, {"num_features": 16}),
     ("favor#", False, {"num_features": 16, "features": "sderf", "factorization": "newton_schulz"}),
-    ("favor_relu", False, {"num_features": 16}),
 ]
 of_exporters = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
 
@@ -87,16 +88,28 @@ def test_a_program_selects_keys_if_they_were_asked_for(asked, caplog):
 
 
 @of_exporters
-def test_onnx_runtime_gives_what_the_model_gives_at_every_length(tmp_path):
-    model = model_of("landmark", num_features=8, selected_keys=0)
-    run = onnx_session(model, tmp_path)
+def test_onnx_runtime_gives_what_the_model_gives_at_every_length(tmp_path, monkeypatch):
+    """Landmarks as the recipe exports them, and calibrated features."""
+    for package in ("onnx", "onnxscript", "onnxruntime"):
+        pytest.importorskip(package)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("transformers.BertConfig", partial(BertConfig, initializer_range=0.5))
+    recipe = {}
+    torch.manual_seed(0)
+    assert run_page(ROOT / "docs/recipes/onnx.md", recipe) == 1
+    model, run = recipe["model"], partial(answer, recipe["session"])
     assert largest_difference(model, run, (40, 64, 7)) < 1e-4
     assert largest_difference(model, run, (33,), padding="left") < 1e-4
-    other = model_of("landmark", num_features=2, selected_keys=0)
-    assert largest_difference(other, run, (64,)) > 1e-3
+    favor.configure(model, num_features=2)
+    assert largest_difference(model, run, (64,)) > 1e-3
     fitted = model_of("favor#", num_features=16)  # with parameters, which favor+ runs without
     favor.calibrate(fitted, [batch_of(64)])
-    assert largest_difference(fitted, onnx_session(fitted, tmp_path), (40, 23)) < 1e-4
+    with torch.no_grad():
+        form = {"dynamic_shapes": shapes(), "dynamo": True, "verbose": False}
+        program = torch.onnx.export(fitted, (), kwargs=batch_of(40), **form)
+    program.save("fitted.onnx")
+    session = recipe["onnxruntime"].InferenceSession("fitted.onnx", providers=["CPUExecutionProvider"])
+    assert largest_difference(fitted, partial(answer, session), (40, 23)) < 1e-4
 
 
 def test_what_onnx_does_not_have_is_named(monkeypatch):
@@ -105,21 +118,9 @@ def test_what_onnx_does_not_have_is_named(monkeypatch):
         model_of("favor#", num_features=16)(**batch_of(40))
 
 
-def onnx_session(model, folder):
-    """Runs the model in onnxruntime, from a file for every length."""
-    for package in ("onnx", "onnxscript"):
-        pytest.importorskip(package)
-    runtime = pytest.importorskip("onnxruntime")
-    path = str(folder / "model.onnx")
-    with torch.no_grad():
-        program = torch.onnx.export(model, (), kwargs=batch_of(40), dynamic_shapes=shapes(), dynamo=True, verbose=False)
-    program.save(path)
-    session = runtime.InferenceSession(path, providers=["CPUExecutionProvider"])
-
-    def run(batch):
-        return torch.from_numpy(session.run(None, {name: tensor.numpy() for name, tensor in batch.items()})[0])
-
-    return run
+def answer(session, batch):
+    """Runs a batch in onnxruntime."""
+    return torch.from_numpy(session.run(None, {name: tensor.numpy() for name, tensor in batch.items()})[0])
 
 
 def test_exact_below_is_no_choice_of_a_program():

@@ -104,9 +104,8 @@ def test_room_for_all_tokens_changes_nothing(kernel, hidden):
     """Each token then chooses for its block, and the first tokens decide without a look at how many there are."""
     tensors, state = [tensor.float() for tensor in inputs(30, heads=2, key_heads=1)], favor.kernels.StreamState(room=40)
     mask = torch.arange(30) >= torch.tensor([[0], [hidden]])
-    found = stream(
-        state, tensors, [5, *[1] * 14, 2, *[1] * 9], mask if hidden else None, selected_keys=6, kernel=kernel
-    )
+    sizes = [5, *[1] * 4, 6, *[1] * 3, 2, 8, 1, 1]
+    found = stream(state, tensors, sizes, mask if hidden else None, selected_keys=6, kernel=kernel)
     expected = attend(*tensors, key_padding_mask=mask, is_causal=True, selected_keys=6)
     real = mask[:, None, :, None]
     torch.testing.assert_close(found * real, expected * real, rtol=1e-4, atol=1e-5)

@@ -16,7 +16,7 @@ from torch import Tensor
 from favor.features.parameters import Parameters
 from favor.kernels.gpu.common import load_rows, padded_width, store_rows
 from favor.kernels.gpu.moments import Pieces, joined
-from favor.kernels.gpu.parameters import moved, product
+from favor.kernels.gpu.parameters import move, product
 from favor.kernels.gpu.tokens import roots
 
 _FEATURES = 32
@@ -74,26 +74,8 @@ def _store(base, matrix, width: tl.constexpr, WIDTH: tl.constexpr):
 
 
 @triton.jit
-def _write_directions(
-    omega, to_query, to_key, offset, owner, head, features, factor, transform, inverse, shift, root,
-    width: tl.constexpr, WIDTH: tl.constexpr, FEATURES: tl.constexpr,
-):  # fmt: skip
-    """Writes the directions of all features of a head."""
-    for first in range(0, features, FEATURES):
-        feature = first + tl.arange(0, FEATURES)
-        real = feature < features
-        u = load_rows(omega + (head * features + first) * width, width, real, width, FEATURES, WIDTH)
-        asking, answering, number = moved(u, factor, transform, inverse, shift, root)
-        place = owner * features + first
-        store_rows(to_query + place * width, width, asking, real, width, FEATURES, WIDTH)
-        if transform is not None:
-            store_rows(to_key + place * width, width, answering, real, width, FEATURES, WIDTH)
-        tl.store(offset + place + tl.arange(0, FEATURES), number, mask=real)
-
-
-@triton.jit
 def isotropic(
-    weight, mean, scatter, omega, factor, transform, inverse, shift, to_query, to_key, offset,
+    weight, mean, scatter, omega, factor, transform, inverse, shift, moved, to_query, to_key, offset,
     root, regularization, floor, queries, keys, first_key, heads, features,
     width: tl.constexpr, WIDTH: tl.constexpr, FEATURES: tl.constexpr, FULL: tl.constexpr, MAPS: tl.constexpr,
 ):  # fmt: skip
@@ -133,76 +115,31 @@ def isotropic(
 
 
 @triton.jit
-def symmetric(
-    weight, mean, scatter, omega, factor, transform, inverse, shift, to_query, to_key, offset,
-    root, regularization, floor, queries, keys, first_key, heads, features,
-    width: tl.constexpr, WIDTH: tl.constexpr, FEATURES: tl.constexpr, FULL: tl.constexpr, MAPS: tl.constexpr,
-):  # fmt: skip
-    """Fits SDERF in the form "newton_schulz"."""
-    owner = tl.program_id(0).to(tl.int64)
-    mean_x, x = joined(weight, mean, scatter, owner * queries, queries, root, width, WIDTH, FULL)
-    mean_y, y = joined(weight, mean, scatter, first_key + owner * keys, keys, root, width, WIDTH, FULL)
-    eye = _eye(width, WIDTH)
-    second = _second(mean_x + mean_y, x + y)
+def _symmetric(second, eye, WIDTH: tl.constexpr):
+    """Computes the factor of SDERF from the second moment of pairs."""
     second += 2 * _EPS * _trace(second, eye) * eye
     low, _ = roots(2 * second + 0.1715728752538097 * eye, 24, WIDTH)  # 3 - 8^(1/2)
     high, _ = roots(2 * second + 5.82842712474619 * eye, 24, WIDTH)
     both = product(low, high)
     l, _ = roots(0.75 * eye + second / 2 + (both + tl.trans(both)) / 8, 24, WIDTH)
-    _store(factor + owner * width * width, l, width, WIDTH)
-    _write_directions(
-        omega, to_query, to_key, offset, owner, owner % heads, features, l, None, None, None, root,
-        width, WIDTH, FEATURES,
-    )  # fmt: skip
+    return l
 
 
 @triton.jit
-def asymmetric(
-    weight, mean, scatter, omega, factor, transform, inverse, shift, to_query, to_key, offset,
-    root, regularization, floor, queries, keys, first_key, heads, features,
-    width: tl.constexpr, WIDTH: tl.constexpr, FEATURES: tl.constexpr, FULL: tl.constexpr, MAPS: tl.constexpr,
-):  # fmt: skip
-    """Fits ADERF in the form "newton_schulz"."""
-    owner = tl.program_id(0).to(tl.int64)
-    mean_x, x = joined(weight, mean, scatter, owner * queries, queries, root, width, WIDTH, FULL)
-    mean_y, y = joined(weight, mean, scatter, first_key + owner * keys, keys, root, width, WIDTH, FULL)
-    eye = _eye(width, WIDTH)
-    x, y = _second(mean_x, x), _second(mean_y, y)
-    ridge = regularization * (_trace(x, eye) + _trace(y, eye)) / (2 * width) + floor
-    x += ridge * eye
-    y += ridge * eye
+def _asymmetric(x, y, cross, eye, width: tl.constexpr, WIDTH: tl.constexpr):
+    """Computes factor, map and its inverse of ADERF from second moments."""
     half, inverse_half = roots(x, 24, WIDTH)
     middle = product(product(half, y), half)
     half, _ = roots(middle + _EPS * _trace(middle, eye) * eye, 24, WIDTH)
     middle = product(product(inverse_half, half), inverse_half)
-    phi = (2 * _trace(product(middle, x), eye) + 2 * tl.sum(mean_x * mean_y)) / width
+    phi = 2 * (tl.sum(middle * x) + cross) / width  # the trace of a product with a symmetric matrix
     g, g_inverse = roots(middle, 24, WIDTH)
-    l = tl.sqrt(_optimal(phi)) * eye
-    place = owner * width * width
-    _store(transform + place, g, width, WIDTH)
-    _store(inverse + place, g_inverse, width, WIDTH)
-    _store(factor + place, l, width, WIDTH)
-    _write_directions(
-        omega, to_query, to_key, offset, owner, owner % heads, features, l, g, g_inverse, None, root,
-        width, WIDTH, FEATURES,
-    )  # fmt: skip
+    return tl.sqrt(_optimal(phi)) * eye, g, g_inverse
 
 
 @triton.jit
-def centred(
-    weight, mean, scatter, omega, factor, transform, inverse, shift, to_query, to_key, offset,
-    root, regularization, floor, queries, keys, first_key, heads, features,
-    width: tl.constexpr, WIDTH: tl.constexpr, FEATURES: tl.constexpr, FULL: tl.constexpr, MAPS: tl.constexpr,
-):  # fmt: skip
-    """Fits cDERF and wDERF in the form "cholesky"."""
-    owner = tl.program_id(0).to(tl.int64)
-    column = tl.arange(0, WIDTH)
-    mean_x, x = joined(weight, mean, scatter, owner * queries, queries, root, width, WIDTH, FULL)
-    mean_y, y = joined(weight, mean, scatter, first_key + owner * keys, keys, root, width, WIDTH, FULL)
-    eye = _eye(width, WIDTH)
-    ridge = regularization * (_trace(x, eye) + _trace(y, eye)) / (2 * width) + floor
-    x += ridge * eye
-    y += ridge * eye
+def _centred(x, y, eye, width: tl.constexpr, WIDTH: tl.constexpr):
+    """Computes factor, map and its inverse of cDERF and wDERF from covariances."""
     lower, lower_inverse = _cholesky(x, width, WIDTH)
     middle = product(product(tl.trans(lower), y), lower)
     size = _trace(middle, eye)
@@ -213,25 +150,60 @@ def centred(
     g_inverse = product(lower, tl.trans(upper_inverse))
     second = product(product(g, x), tl.trans(g)) + product(product(tl.trans(g_inverse), y), g_inverse)
     l, _ = _cholesky(second + eye, width, WIDTH)
-    b = mean_y + tl.sum(g * tl.sum(g * mean_x[None, :], 1)[:, None], 0)
-    place = owner * width * width
-    _store(transform + place, g, width, WIDTH)
-    _store(inverse + place, g_inverse, width, WIDTH)
-    _store(factor + place, l, width, WIDTH)
-    tl.store(shift + owner * width + column, b, mask=column < width)
-    _write_directions(
-        omega, to_query, to_key, offset, owner, owner % heads, features, l, g, g_inverse, b, root,
-        width, WIDTH, FEATURES,
-    )  # fmt: skip
+    return l, g, g_inverse
+
+
+@triton.jit
+def whole(
+    weight, mean, scatter, omega, factor, transform, inverse, shift, moved, to_query, to_key, offset,
+    root, regularization, floor, queries, keys, first_key, heads, features,
+    width: tl.constexpr, WIDTH: tl.constexpr, FEATURES: tl.constexpr, FULL: tl.constexpr, MAPS: tl.constexpr,
+):  # fmt: skip
+    """Fits SDERF, with MAPS ADERF, both in the form "newton_schulz"; with a shift cDERF and wDERF, form "cholesky"."""
+    owner = tl.program_id(0).to(tl.int64)
+    mean_x, x = joined(weight, mean, scatter, owner * queries, queries, root, width, WIDTH, FULL)
+    mean_y, y = joined(weight, mean, scatter, first_key + owner * keys, keys, root, width, WIDTH, FULL)
+    eye = _eye(width, WIDTH)
+    factor += owner * width * width
+    if MAPS:
+        transform += owner * width * width
+        inverse += owner * width * width
+        if shift is None:
+            x, y = _second(mean_x, x), _second(mean_y, y)
+        ridge = (regularization * (_trace(x, eye) + _trace(y, eye)) / (2 * width) + floor) * eye
+        if shift is None:
+            l, g, g_inverse = _asymmetric(x + ridge, y + ridge, tl.sum(mean_x * mean_y), eye, width, WIDTH)
+        else:
+            l, g, g_inverse = _centred(x + ridge, y + ridge, eye, width, WIDTH)
+            shift += owner * width
+            b = mean_y + tl.sum(g * tl.sum(g * mean_x[None, :], 1)[:, None], 0)
+            tl.store(shift + tl.arange(0, WIDTH), b, mask=tl.arange(0, WIDTH) < width)
+        _store(transform, g, width, WIDTH)
+        _store(inverse, g_inverse, width, WIDTH)
+    else:
+        l = _symmetric(_second(mean_x + mean_y, x + y), eye, WIDTH)
+    _store(factor, l, width, WIDTH)
+    tl.debug_barrier()  # all read from now on what was written
+    omega += owner % heads * features * width
+    moved += owner * features * width
+    to_query += owner * features * width
+    to_key += owner * features * width
+    for first in range(0, features, FEATURES):
+        number = move(
+            omega, factor, transform if MAPS else None, inverse if MAPS else None, shift, moved, to_query, to_key,
+            first, features, root, width, WIDTH, FEATURES,
+        )  # fmt: skip
+        feature = first + tl.arange(0, FEATURES)
+        tl.store(offset + owner * features + feature, number, mask=feature < features)
 
 
 # Of each kind: the kernel, whether there is a map, a shift, and what is known of the factor.
 KINDS: dict[str, tuple[Any, bool, bool, str]] = {
     "isotropic": (isotropic, False, False, "triangular"),
     "diagonal": (isotropic, True, False, "triangular"),
-    "symmetric": (symmetric, False, False, "full"),
-    "asymmetric": (asymmetric, True, False, "triangular"),
-    "centred": (centred, True, True, "triangular"),
+    "symmetric": (whole, False, False, "full"),
+    "asymmetric": (whole, True, False, "triangular"),
+    "centred": (whole, True, True, "triangular"),
 }
 
 
@@ -270,17 +242,19 @@ def fit(
     shift = omega.new_empty(batch, heads, width) if shifts else None
     to_query = omega.new_empty(batch, heads, features, width, dtype=dtype)
     to_key = torch.empty_like(to_query) if maps else to_query
+    moved = torch.empty_like(to_query, dtype=torch.float32) if maps else to_query
     offset = omega.new_empty(batch, heads, features)
     with torch.cuda.device_of(omega):
         kernel[(batch * heads,)](
             *pieces[:3],
-            *(omega, factor, transform, inverse, shift, to_query, to_key, offset, root, *ridge),
+            *(omega, factor, transform, inverse, shift, moved, to_query, to_key, offset, root, *ridge),
             *(pieces.queries, pieces.keys, pieces.first_key, heads, features),
             width=width,
             WIDTH=padded_width(width),
             FEATURES=_FEATURES,
             FULL=pieces.scatter.ndim == 3,
             MAPS=maps,
+            num_stages=1,  # loads ahead would take registers
         )
     params = Parameters(transform, inverse, factor, maps=maps, shift=shift, form=form)  # type: ignore[arg-type]
     return params, (to_query, to_key, offset)

@@ -261,7 +261,7 @@ def pieces(
             asked = query.new_empty(owners, constants["ROWS"], width)
             log_sum = weight.new_empty(owners, key_splits, constants["ROWS"])
             arguments = (query, key, *masks, asked, log_sum, *sizes, key_splits, number, scale, *steps)
-            _attention[(owners * key_splits,)](*arguments, **constants)
+            _attention[(owners * key_splits,)](*arguments, **constants, num_warps=8 if width <= 32 else 4)
         arguments = (query, key, *masks, asked, log_sum, weight, mean, scatter, *sizes)
         constants |= {"FULL": full, "TOKENS": 32}
         _pieces[(count,)](*arguments, splits, key_splits, first_key, number, scale, *steps, **constants)

@@ -20,7 +20,7 @@ from favor.kernels.gpu.common import (
     strides,
     width_constants,
 )
-from favor.kernels.gpu.reading import Reading, pull_back, read
+from favor.kernels.gpu.reading import Reading, gather, pull_back, read
 from favor.kernels.gpu.sorting import count_of, sort
 from favor.kernels.operands import NodeOptions
 
@@ -69,7 +69,7 @@ def _sum_up(
 
 
 @triton.jit
-def _best(scores, number, COLUMNS: tl.constexpr):
+def _best(scores, number):
     """Marks the `number` largest scores of each row `[R, C]`, of equal ones the first; none that is -inf.
 
     A score is not less than another one if its bits are not, as whole numbers, with those of negative ones turned.
@@ -144,7 +144,7 @@ def _choose(
     node = tl.arange(0, NODES)
     inside = there[:, None] & (node < number)[None, :]
     score = tl.load(far_log + node[None, :], mask=inside, other=float("-inf"))
-    chosen = _best(score, tl.minimum(tl.cdiv(selected, size), most).to(tl.int32), NODES)
+    chosen = _best(score, tl.minimum(tl.cdiv(selected, size), most).to(tl.int32))
     _, _, count = _extent(key_lengths, batch, keys, means, node)
     left = tl.where(chosen, 0, count[None, :])
     left = tl.where(left > 0, tl.log(tl.maximum(left, 1).to(tl.float32)), float("-inf"))
@@ -158,6 +158,16 @@ def _choose(
     )
     tl.store(seen + block, limit.to(tl.int32), mask=there)
     tl.store(runs + head, size.to(tl.int32))
+
+
+@triton.jit
+def _put(rows, mean, to, row, step, node, share, inside, seen, width: tl.constexpr, WIDTH: tl.constexpr):
+    """Writes `[R, WIDTH]` rows, and their shares in those of their means, at the places `row`."""
+    column = tl.arange(0, WIDTH)
+    total = load_rows(rows, width, seen, width, row.shape[0], WIDTH)
+    total += share * gather(mean, node, width, seen, width, WIDTH)
+    to += row[:, None] * step + column[None, :]
+    tl.store(to, total.to(to.dtype.element_ty), mask=inside[:, None] & (column < width)[None, :])
 
 
 @triton.jit(do_not_specialize=["length"])
@@ -180,28 +190,18 @@ def _put_back(
     size, _, _ = _extent(lengths, batch, extent, means, limit * 0)
     node = tl.minimum(place // size, number - 1)
     _, _, count = _extent(lengths, batch, extent, means, node)
-    counts = place < limit
-    share = tl.where(counts, 1.0 / tl.maximum(count, 1).to(tl.float32), 0.0)[:, None]
+    seen = inside & (place < limit)
+    share = tl.where(seen, 1.0 / tl.maximum(count, 1).to(tl.float32), 0.0)[:, None]
     row = place
     if order is not None:
         row = tl.load(order + head * length + place, mask=inside, other=0).to(tl.int64)
     first = head * length + tile * TOKENS
-
-    column, real = tl.arange(0, WIDTH), inside[:, None]
-    total = load_rows(of_key + first * width, width, counts & inside, width, TOKENS, WIDTH)
-    there = (counts & inside)[:, None] & (column < width)[None, :]
-    at = (head * number + node)[:, None] * width + column[None, :]
-    total += share * tl.load(of_mean + at, mask=there, other=0.0)
-    at = d_key + batch * key_batch + own * key_head + row[:, None] * key_row + column[None, :]
-    tl.store(at, total.to(d_key.dtype.element_ty), mask=real & (column < width)[None, :])
-
-    column = tl.arange(0, VALUE_WIDTH)
-    total = load_rows(of_value + first * value_width, value_width, counts & inside, value_width, TOKENS, VALUE_WIDTH)
-    there = (counts & inside)[:, None] & (column < value_width)[None, :]
-    at = (head * number + node)[:, None] * value_width + column[None, :]
-    total += share * tl.load(of_mean_value + at, mask=there, other=0.0)
-    at = d_value + batch * value_batch + own * value_head + row[:, None] * value_row + column[None, :]
-    tl.store(at, total.to(d_value.dtype.element_ty), mask=real & (column < value_width)[None, :])
+    node += head * number
+    to = d_key + batch * key_batch + own * key_head
+    _put(of_key + first * width, of_mean, to, row, key_row, node, share, inside, seen, width, WIDTH)
+    of_value += first * value_width
+    to = d_value + batch * value_batch + own * value_head
+    _put(of_value, of_mean_value, to, row, value_row, node, share, inside, seen, value_width, VALUE_WIDTH)
 
 
 def _tokens(width: int) -> int:
@@ -249,7 +249,7 @@ def forward(
         BLOCKS=16,
         NODES=max(power_of_two(number), 16),
         STEP=32 if width > 128 else 64,
-        num_warps=8,
+        num_warps=4 if width <= 64 else 8,
         num_stages=2 if width <= 128 else 1,
     )
     saved = (order_of_keys, order, sorted_key, sorted_value, mean, mean_value, far_log, shared, seen, run)

@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from favor.features.parameters import Parameters
-from favor.kernels.gpu.common import ceil_divide, load_rows, padded_width, store_rows
+from favor.kernels.gpu.common import ceil_divide, load_rows, padded_width
 from favor.kernels.gpu.tokens import per_head
 
 _FEATURES = 32
@@ -21,34 +21,65 @@ def product(left, right):
 
 
 @triton.jit
-def moved(u, factor, transform, inverse, shift, root):
-    """Moves drawn directions `[F, WIDTH]` by matrices; gives those of queries and of keys, and offsets `[F]`."""
-    number = tl.sum(u * 0.0, 1)
-    if factor is not None:
-        drawn = tl.sum(u * u, 1)
-        u = product(u, tl.trans(factor))
-        number = (drawn - tl.sum(u * u, 1)) / (2 * root * root)
-    to_query, to_key = u, u
-    if transform is not None:
-        to_query, to_key = product(u, transform), product(u, tl.trans(inverse))
-    if shift is not None:
-        number -= tl.sum(to_key * shift[None, :], 1) / root
-    return to_query, to_key, number
+def _part(base, row, column, rows, row_stride, column_stride, width: tl.constexpr):
+    """Loads a part of a matrix in memory; zeros past its `rows` and `width`."""
+    inside = (row < rows)[:, None] & (column < width)[None, :]
+    return tl.load(base + row[:, None] * row_stride + column[None, :] * column_stride, mask=inside, other=0.0)
 
 
 @triton.jit
-def _load_matrix(base, batch, head, stride_batch, stride_head, width: tl.constexpr, WIDTH: tl.constexpr):
-    """Loads the matrix `[WIDTH, WIDTH]` of a head, zeros past `width`; or None."""
-    if base is None:
-        return None
+def _multiply(
+    rows, matrix, to, shift, row, features, row_stride, column_stride, width: tl.constexpr, WIDTH: tl.constexpr
+):  # fmt: skip
+    """Writes rows in memory times a matrix there, or None; gives their squares, and their products with `shift`.
+
+    All is done in parts: registers hold no matrix of 128 columns.
+    """
+    PART: tl.constexpr = min(WIDTH, 64)
+    squares, products = tl.zeros(row.shape, tl.float32), tl.zeros(row.shape, tl.float32)
+    for begin in range(0, WIDTH, PART):
+        column = begin + tl.arange(0, PART)
+        if matrix is None:
+            u = _part(rows, row, column, features, width, 1, width)
+        else:
+            u = tl.zeros([row.shape[0], PART], tl.float32)
+            for first in range(0, WIDTH, PART):
+                inner = first + tl.arange(0, PART)
+                drawn = _part(rows, row, inner, features, width, 1, width)
+                part = _part(matrix, inner, column, width, row_stride, column_stride, width)
+                u = tl.dot(drawn, part, acc=u, input_precision="tf32x3")
+        there, inside = row[:, None] * width + column[None, :], (row < features)[:, None] & (column < width)[None, :]
+        tl.store(to + there, u.to(to.dtype.element_ty), mask=inside)
+        squares += tl.sum(u * u, 1)
+        if shift is not None:
+            products += tl.sum(u * tl.load(shift + column, mask=column < width, other=0.0)[None, :], 1)
+    return squares, products
+
+
+@triton.jit
+def move(
+    omega, factor, transform, inverse, shift, moved, to_query, to_key, first, features, root,
+    width: tl.constexpr, WIDTH: tl.constexpr, FEATURES: tl.constexpr,
+):  # fmt: skip
+    """Moves drawn directions of a head from `first` on by its matrices, through `moved`; gives their offsets."""
+    row = first + tl.arange(0, FEATURES)
+    if transform is None:
+        squares, products = _multiply(omega, factor, to_query, shift, row, features, 1, width, width, WIDTH)
     else:
-        there = base + batch * stride_batch + head * stride_head
-        return load_rows(there, width, tl.arange(0, WIDTH) < width, width, WIDTH, WIDTH)
+        squares, _ = _multiply(omega, factor, moved, None, row, features, 1, width, width, WIDTH)
+        tl.debug_barrier()
+        _multiply(moved, transform, to_query, None, row, features, width, 1, width, WIDTH)
+        _, products = _multiply(moved, inverse, to_key, shift, row, features, 1, width, width, WIDTH)
+    number = -products / root
+    if factor is not None:
+        u = load_rows(omega + first * width, width, row < features, width, FEATURES, WIDTH)
+        number += (tl.sum(u * u, 1) - squares) / (2 * root * root)
+    return number
 
 
 @triton.jit
 def _directions(
-    omega, factor, transform, inverse, shift, log_weights, to_query, to_key, offset,
+    omega, factor, transform, inverse, shift, log_weights, moved, to_query, to_key, offset,
     root, heads, features, blocks,
     omega_batch, omega_head, factor_batch, factor_head, transform_batch, transform_head, inverse_batch, inverse_head,
     shift_batch, shift_head, weights_batch, weights_head,
@@ -60,27 +91,19 @@ def _directions(
     head, batch = owner % heads, owner // heads
     feature = first + tl.arange(0, FEATURES)
     real = feature < features
-    omega += batch * omega_batch + head * omega_head + first * width
-    u = load_rows(omega, width, real, width, FEATURES, WIDTH)
-    b = None
-    if shift is not None:
-        columns = tl.arange(0, WIDTH)
-        b = tl.load(shift + batch * shift_batch + head * shift_head + columns, mask=columns < width, other=0.0)
-    asking, answering, number = moved(
-        u,
-        _load_matrix(factor, batch, head, factor_batch, factor_head, width, WIDTH),
-        _load_matrix(transform, batch, head, transform_batch, transform_head, width, WIDTH),
-        _load_matrix(inverse, batch, head, inverse_batch, inverse_head, width, WIDTH),
-        b,
-        root,
-    )
-    place = (owner * features + first) * width
-    store_rows(to_query + place, width, asking, real, width, FEATURES, WIDTH)
-    if transform is not None:
-        store_rows(to_key + place, width, answering, real, width, FEATURES, WIDTH)
+    place = owner * features
+    number = move(
+        omega + batch * omega_batch + head * omega_head,
+        factor + batch * factor_batch + head * factor_head if factor is not None else None,
+        transform + batch * transform_batch + head * transform_head if transform is not None else None,
+        inverse + batch * inverse_batch + head * inverse_head if inverse is not None else None,
+        shift + batch * shift_batch + head * shift_head if shift is not None else None,
+        moved + place * width, to_query + place * width, to_key + place * width, first, features, root,
+        width, WIDTH, FEATURES,
+    )  # fmt: skip
     if log_weights is not None:
         number += tl.load(log_weights + batch * weights_batch + head * weights_head + feature, mask=real, other=0.0)
-    tl.store(offset + owner * features + feature, number, mask=real)
+    tl.store(offset + place + feature, number, mask=real)
 
 
 def directions(omega: Tensor, params: Parameters, root: float, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
@@ -109,12 +132,13 @@ def directions(omega: Tensor, params: Parameters, root: float, dtype: torch.dtyp
     ]
     to_query = omega.new_empty(batch, heads, features, width, dtype=dtype)
     to_key = torch.empty_like(to_query) if params.maps else to_query
+    moved = torch.empty_like(to_query, dtype=torch.float32) if params.maps else to_query
     offset = omega.new_empty(batch, heads, features)
     blocks = ceil_divide(features, _FEATURES)
     with torch.cuda.device_of(omega):
         _directions[(batch * heads * blocks,)](
             *(tensor for tensor, _ in given),
-            *(to_query, to_key, offset, root, heads, features, blocks),
+            *(moved, to_query, to_key, offset, root, heads, features, blocks),
             *(stride for _, strides in given for stride in strides),
             width=width,
             WIDTH=padded_width(width),

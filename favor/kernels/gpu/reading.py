@@ -49,7 +49,7 @@ _FORWARD = {
 }
 # One each: if several were timed, all of them would add to the gradients.
 _BACKWARD = {
-    2: {128: (Blocks(64, 32, 8, 2),), 256: (Blocks(32, 32, 8, 1),), 512: (Blocks(16, 16, 8, 1),)},
+    2: {128: (Blocks(64, 32, 8, 2),), 256: (Blocks(32, 32, 8, 2),), 512: (Blocks(16, 16, 8, 1),)},
     4: {256: (Blocks(32, 32, 8, 2),), 512: (Blocks(16, 32, 8, 1),), 1024: (Blocks(16, 16, 4, 1),)},
 }
 # With fewer queries in a block, more warps would have nothing to multiply.

@@ -21,10 +21,10 @@ from favor.kernels.gpu.reading import Reading, pull_back, read
 from favor.kernels.operands import SectionOptions, SectionTables
 
 
-@triton.jit(do_not_specialize=["length", "keys"])
+@triton.jit(do_not_specialize=["length"])
 def _find_coordinates(
     query, key, coordinates,
-    heads, groups, length, keys, rank,
+    heads, groups, length, rank,
     query_batch, query_head, query_row, key_batch, key_head, key_row,
     step: tl.constexpr, width: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
@@ -32,7 +32,7 @@ def _find_coordinates(
     program = tl.program_id(0).to(tl.int64)
     batch, head = program // heads, program % heads
     row, column = tl.arange(0, BLOCK), tl.arange(0, WIDTH)
-    asked, there = row * step < tl.minimum(length, BLOCK), row < keys
+    asked, there = row * step < tl.minimum(length, BLOCK), row < length
     x = load_rows(query + batch * query_batch + head * query_head, query_row * step, asked, width, BLOCK, WIDTH)
     x = x.to(tl.float32)
     squares = tl.sum(x * x, 0) / tl.sum(asked.to(tl.float32), 0)
@@ -227,7 +227,7 @@ def forward(query: Tensor, key: Tensor, value: Tensor, given: SectionOptions) ->
 
     coordinates, index = made(heads, rank, dtype=torch.int64), made(heads, length, rank, dtype=key.dtype)
     _find_coordinates[(batch * heads,)](
-        *(query, key, coordinates, heads, heads // key_heads, length, length, rank, *strides(query, key)),
+        *(query, key, coordinates, heads, heads // key_heads, length, rank, *strides(query, key)),
         step=given.step,
         width=width,
         WIDTH=padded_width(width),

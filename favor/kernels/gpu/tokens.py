@@ -34,6 +34,16 @@ def _load_head(base, batch, head, stride_batch, stride_head, columns, width: tl.
     return tl.load(base + batch * stride_batch + head * stride_head + columns, mask=columns < width, other=0.0)
 
 
+@triton.jit
+def _locate(length, heads, TOKENS: tl.constexpr):
+    """Gives batch, head and first token of a program; its tokens `[TOKENS]`, and which of them exist."""
+    program = tl.program_id(0).to(tl.int64)
+    blocks = tl.cdiv(length, TOKENS)
+    first, owner = program % blocks * TOKENS, program // blocks
+    index = first + tl.arange(0, TOKENS)
+    return owner // heads, owner % heads, first, index, index < length
+
+
 @triton.jit(do_not_specialize=["length"])
 def _form(
     rows, matrix, shift, linear, level, seen, grad, out,
@@ -43,14 +53,8 @@ def _form(
     width: tl.constexpr, WIDTH: tl.constexpr, TOKENS: tl.constexpr, FLIP: tl.constexpr, DIAGONAL: tl.constexpr,
 ):  # fmt: skip
     """Computes the form of a block of tokens of one head, or its gradient times `grad` if that is given."""
-    blocks = tl.cdiv(length, TOKENS)
-    program = tl.program_id(0)
-    first = (program % blocks).to(tl.int64) * TOKENS
-    head = (program // blocks).to(tl.int64) % heads
-    batch = (program // blocks).to(tl.int64) // heads
+    batch, head, first, index, inside = _locate(length, heads, TOKENS)
     owner = head // group
-    index = first + tl.arange(0, TOKENS)
-    inside = index < length
     shown = inside
     if seen is not None:
         shown = inside & (tl.load(seen + batch * seen_batch + index, mask=inside, other=0) != 0)
@@ -174,13 +178,7 @@ def _cleaned(
     width: tl.constexpr, WIDTH: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
     """Puts 0 in place of NaN and infinity in hidden rows, or of their gradient if `grad` is given."""
-    blocks = tl.cdiv(length, TOKENS)
-    program = tl.program_id(0)
-    first = (program % blocks).to(tl.int64) * TOKENS
-    head = (program // blocks).to(tl.int64) % heads
-    batch = (program // blocks).to(tl.int64) // heads
-    index = first + tl.arange(0, TOKENS)
-    inside = index < length
+    batch, head, first, index, inside = _locate(length, heads, TOKENS)
     shown = tl.load(seen + batch * seen_batch + index, mask=inside, other=0) != 0
     r = load_tile(rows, batch, head, first, rows_batch, rows_head, rows_row, inside, width, WIDTH)
     kept = shown[:, None] | (tl.abs(r.to(tl.float32)) < float("inf"))
@@ -301,10 +299,10 @@ def roots(scaled, iterations, WIDTH: tl.constexpr):
     row = tl.arange(0, WIDTH)
     size = tl.max(tl.sum(tl.abs(scaled), 1), 0)
     size = tl.where(size < 1.1754943508222875e-38, 1.1754943508222875e-38, size)  # not NaN
-    eye = tl.where(row[:, None] == row[None, :], 1.0, 0.0)
-    y, z = scaled / size, eye
+    diagonal = row[:, None] == row[None, :]
+    y, z = scaled / size, tl.where(diagonal, 1.0, 0.0)
     for _ in range(iterations):
-        step = 1.5 * eye - 0.5 * tl.dot(z, y, input_precision="tf32x3")
+        step = tl.where(diagonal, 1.5, 0.0) - 0.5 * tl.dot(z, y, input_precision="tf32x3")
         y, z = tl.dot(y, step, input_precision="tf32x3"), tl.dot(step, z, input_precision="tf32x3")
     return (y + tl.trans(y)) * (tl.sqrt(size) / 2), (z + tl.trans(z)) / (2 * tl.sqrt(size))
 

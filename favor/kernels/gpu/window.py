@@ -47,7 +47,7 @@ _FORWARD = {
     1024: (Blocks(16, 16, 4, 2), Blocks(32, 16, 4, 2)),
 }
 _BACKWARD = {
-    128: (Blocks(64, 64, 4, 2), Blocks(128, 64, 8, 2), Blocks(128, 32, 8, 2), Blocks(64, 32, 4, 2)),
+    128: (Blocks(64, 32, 8, 2), Blocks(64, 64, 4, 2), Blocks(128, 64, 8, 2), Blocks(128, 32, 8, 2)),
     256: (Blocks(128, 32, 8, 2), Blocks(64, 64, 8, 2), Blocks(64, 32, 4, 2), Blocks(64, 32, 8, 2)),
     512: (Blocks(64, 16, 8, 2), Blocks(32, 32, 8, 1)),
     1024: (Blocks(16, 16, 4, 1), Blocks(16, 16, 8, 1)),

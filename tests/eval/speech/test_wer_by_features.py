@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import os
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -298,8 +299,12 @@ def test_a_diverged_arm_does_not_stop_the_others(ctc, corpus, tmp_path, monkeypa
     assert [run["arm"] for run in program.read(tmp_path)] == ["sdpa"]
 
 
-@pytest.mark.slow
-def test_an_arm_from_new_weights_in_its_own_process(corpus, tmp_path):
+def test_a_training_has_a_process_of_its_own():
+    assert program.in_own_process(eval, "__import__('os').getpid()") != os.getpid()
+
+
+def test_an_arm_from_new_weights(corpus, tmp_path, monkeypatch):
+    monkeypatch.setattr(program, "in_own_process", lambda function, words: function(words))
     words = f"--backends uniform_mean --output_dir {tmp_path} --results_dir {tmp_path} --name x --data_dir {corpus}"
     words += " --preset tiny --tokenizer_type char --max_train_steps 1 --architecture transducer"
     assert program.main(words.split()) == 0

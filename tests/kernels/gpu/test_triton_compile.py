@@ -52,54 +52,39 @@ SHARED = {80: 163, 90: 227, 100: 227}  # memory of a program, in KB
 BFLOAT16 = tuple(("bfloat16", width, False) for width in (32, 64, 128, 256))
 FIRST = {80: (*BFLOAT16, ("float32", 128, False)), 90: (*BFLOAT16, ("float16", 64, True)), 100: BFLOAT16}
 # Bytes that the first configuration spills nevertheless, of its variants the most. _chunk_keys holds a square of a
-# chunk twice: chunks of half the size spill less, and double the states in memory. decode._step, _newton_schulz, fits
-# and _directions hold whole matrices: one program for a head or some features, where one more launch takes longer.
-# Products of float32 are sums of three.
+# chunk twice: chunks of half the size spill less, and double the states in memory. decode._step, _newton_schulz and
+# fits hold whole matrices: one program for a head, where one more launch takes longer. More warps spill as much there,
+# or more. Products of float32 are sums of three.
 SPILLED = {
     "80 bfloat16 64 causal._chunk_keys": 40,
     "80 float32 128 causal._chunk_keys": 2616,
     "80 float32 128 causal._chunk_output": 3224,
     "80 float32 128 causal._chunk_queries": 944,
     "80 bfloat16 256 decode._step": 96,
-    "80 bfloat16 64 fits.asymmetric": 1024,
-    "80 bfloat16 32 fits.centred": 8,
-    "80 bfloat16 64 fits.centred": 3120,
-    "80 bfloat16 64 fits.symmetric": 528,
-    "80 bfloat16 128 parameters._directions": 6464,
-    "80 float32 128 parameters._directions": 712,
-    "80 bfloat16 128 reading._gradients": 8,
+    "80 bfloat16 32 fits.whole": 8,
+    "80 bfloat16 64 fits.whole": 3648,
     "80 float32 128 reading._gradients": 80,
     "80 float32 128 steep.steep_queries": 104,
-    "80 bfloat16 64 tokens._newton_schulz": 72,
-    "80 bfloat16 128 tokens._newton_schulz": 72,
-    "80 float32 128 tokens._newton_schulz": 72,
-    "80 bfloat16 64 window._key_gradients": 8,
+    "80 bfloat16 64 tokens._newton_schulz": 64,
+    "80 bfloat16 128 tokens._newton_schulz": 64,
+    "80 float32 128 tokens._newton_schulz": 64,
     "80 float32 128 window._key_gradients": 72,
-    "80 bfloat16 64 window._query_gradients": 8,
     "80 float32 128 window._query_gradients": 8,
     "90 bfloat16 64 causal._chunk_keys": 120,
     "90 bfloat16 128 causal._chunk_keys": 192,
     "90 float16 64 causal._chunk_keys": 224,
     "90 bfloat16 256 decode._step": 72,
-    "90 bfloat16 64 fits.asymmetric": 424,
-    "90 float16 64 fits.asymmetric": 424,
-    "90 bfloat16 32 fits.centred": 8,
-    "90 bfloat16 64 fits.centred": 568,
-    "90 float16 64 fits.centred": 568,
-    "90 bfloat16 64 fits.symmetric": 112,
-    "90 float16 64 fits.symmetric": 112,
-    "90 bfloat16 32 moments._attention": 8,
-    "90 float16 64 nodes._choose": 16,
-    "90 bfloat16 128 parameters._directions": 688,
+    "90 bfloat16 32 fits.whole": 8,
+    "90 bfloat16 64 fits.whole": 680,
+    "90 float16 64 fits.whole": 680,
     "90 bfloat16 64 reading._read": 8,
     "90 float16 64 reading._read": 8,
-    "90 float16 64 window._key_gradients": 40,
     "100 bfloat16 64 causal._chunk_keys": 64,
     "100 bfloat16 32 chunks._chunk_states": 40,
     "100 bfloat16 256 decode._step": 112,
-    "100 bfloat16 128 parameters._directions": 896,
     "100 bfloat16 32 reading._gradients": 8,
     "100 bfloat16 128 tokens._form": 8,
+    "100 bfloat16 32 window._key_gradients": 8,
 }
 
 
@@ -108,7 +93,7 @@ PLAIN = {"_part:wgmma", "_read:wgmma", "_query_gradients:wgmma", "_key_gradients
 NAMES = {
     "plain": PLAIN
     | {"_join", "_step", "_form", "_sums", "_newton_schulz", "_chunk_output", "steep_output", "_cleaned"}
-    | {"_pieces", "_attention", "_directions", "isotropic", "symmetric", "asymmetric", "centred"},
+    | {"_pieces", "_attention", "_directions", "isotropic", "whole"},
     "windowed": {"_block_states:wgmma", "_read:wgmma", "_query_gradients:wgmma", "_key_gradients:wgmma", "_outside"},
     "chosen": {"_read:wgmma", "_gradients:wgmma", "_search:wgmma"},
     "landmarks": {"_centres", "_nearest", "_starts", "_place", "_sum_up", "_choose", "_put_back", "_read:wgmma"}

@@ -137,9 +137,8 @@ def test_the_model_steps_train_directions_too(run, tmp_path):
     assert not any(torch.equal(one, two) for one, two in zip(*found, strict=True))
 
 
-@pytest.mark.parametrize("layers", ["all", "auto"])
-def test_weights_of_features_are_learned_and_kept(layers, run, some_text, tmp_path):
-    results = run(feature_weights="True", layers=layers, flop_budget=2, model_steps=2)
+def test_weights_of_features_are_learned_and_kept(run, some_text, tmp_path):
+    results = run(feature_weights="True", layers="auto", flop_budget=2, model_steps=2)
     assert results["attention_loss"] == []
     assert len(results["model_loss"]) == 2
     for own in results["layers"].values():
@@ -156,7 +155,7 @@ def test_weights_of_features_are_learned_and_kept(layers, run, some_text, tmp_pa
 
 def test_training_a_model_with_landmarks_brings_its_output_closer(run):
     more = {"features": "landmark", "num_features": 3, "selected_keys": 3, "window": 0}
-    losses = run(model_steps=80, model_learning_rate=3e-3, **more)["model_loss"]
+    losses = run(model_steps=40, model_learning_rate=3e-3, **more)["model_loss"]
     assert sum(losses[-10:]) < 0.8 * sum(losses[:10])
 
 
