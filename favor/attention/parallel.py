@@ -59,8 +59,8 @@ def shard(inputs: dict[str, Tensor], mesh: Any, *, is_causal: bool = False) -> d
     Args:
         inputs: tensors `[B, L, ...]`; L is a multiple of the number of processes.
         mesh: as in `sequence_parallel`.
-        is_causal: whether labels are those of a causal language model. They are then shifted before the cut, and
-            called `shift_labels`, as transformers calls them.
+        is_causal: whether labels are those of a causal language model. They are then also given as `shift_labels`,
+            shifted before the cut, which transformers prefers to labels.
 
     Returns:
         the pieces `[B, L / n, ...]`, and `position_ids`.
@@ -77,9 +77,10 @@ def shard(inputs: dict[str, Tensor], mesh: Any, *, is_causal: bool = False) -> d
         raise ValueError(f"{length} tokens cannot be cut into {size} equal pieces; pad to a multiple of {size}.")
     inputs.setdefault("position_ids", torch.arange(length, device=like.device).expand(like.shape[0], -1))
     if is_causal and "labels" in inputs:
-        inputs["shift_labels"] = torch.nn.functional.pad(inputs.pop("labels")[:, 1:], (0, 1), value=-100)
+        inputs["shift_labels"] = torch.nn.functional.pad(inputs["labels"][:, 1:], (0, 1), value=-100)
     piece = length // size
-    return {name: tensor[:, rank * piece : (rank + 1) * piece] for name, tensor in inputs.items()}
+    some = slice(rank * piece, (rank + 1) * piece)
+    return {name: tensor[:, some].contiguous() for name, tensor in inputs.items()}
 
 
 class _Gathered(torch.autograd.Function):

@@ -20,7 +20,7 @@ def attention(query: Tensor, key: Tensor, value: Tensor, call: AttentionCall, gr
     Raises:
         ValueError: if pieces do not end where blocks of queries do.
     """
-    (batch, heads, length), given = query.shape[:3], query.dtype
+    batch, length, given = query.shape[0], query.shape[2], query.dtype
     if length % causal.BLOCK:
         raise ValueError(
             f"inside sequence_parallel landmarks need pieces of a multiple of {causal.BLOCK} tokens; this one has "
@@ -38,7 +38,7 @@ def attention(query: Tensor, key: Tensor, value: Tensor, call: AttentionCall, gr
         kept = causal.coordinates(samples[:, :, :number], key[:, :, : causal.BLOCK])
         index = causal.indexed(key, kept)
     precision = torch.promote_types(key.dtype, torch.float32)
-    far = (in_blocks(own, causal.SECTION).sum(3, dtype=precision) for own in (key, value))
-    known = causal.Past(key, value, *far, samples.detach(), kept, index)
+    far_key, far_value = (in_blocks(own, causal.SECTION).sum(3, dtype=precision) for own in (key, value))
+    known = causal.Past(key, value, far_key, far_value, samples.detach(), kept, index)
     past = torch.full((batch,), dist.get_rank(group) * length, device=query.device)
     return causal.read_past(known, query, past, False, call.selected_keys, call.scale, call.kernel).to(given)

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 import transformers as hf
 from architectures import BART, BERT, BY_NAME, LLAMA, tokens
-from processes import run_two
+from processes import run_several
 from small_sections import set_small_sections
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate
@@ -384,7 +384,7 @@ def in_parallel(rank, address):
 
 
 def test_tensor_parallelism_equals_one_process_and_context_parallelism_is_refused(tmp_path):
-    run_two(in_parallel, f"file://{tmp_path / 'rendezvous'}")
+    run_several(in_parallel, f"file://{tmp_path / 'rendezvous'}")
 
 
 def test_what_a_share_of_the_heads_has():

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from problem import DECAY, EXAMPLES, backward, data, joined, make_head, objective, optimum, start, train
-from processes import run_two
+from processes import run_several
 from torch.nn.functional import cross_entropy
 
 from favor.optim import BBM, LSPFB, SBM, SPFB, CombinedOptimizer, ProxBoundSGD, SoftmaxBound
@@ -252,7 +252,7 @@ def run(rank, world, folder):
 
 @pytest.mark.slow
 def test_two_processes_are_one_with_all_rows(tmp_path):
-    run_two(run, 2, tmp_path)
+    run_several(run, 2, tmp_path)
     run(0, 1, tmp_path)
     two, one = torch.load(tmp_path / "2.pt"), torch.load(tmp_path / "1.pt")
     for name in OPTIMIZERS:

@@ -1,0 +1,107 @@
+"""Sequences that are cut over four processes: outputs and gradients are those of one process."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from processes import run_several
+from small_sections import set_small_sections
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import favor
+from favor.kernels import linear_attention
+
+LENGTH, PIECES = 256, 4
+# Features, whether causal, padded (whole pieces in one row), and further options.
+CASES = [
+    ("pos", False, True, {}),
+    ("pos", True, False, {}),
+    ("pos", False, True, {"window": 32}),
+    ("pos", True, True, {"window": 64}),
+    ("sderf", False, True, {}),
+    ("landmark", True, True, {"selected_keys": 16}),
+]
+
+
+def inputs_of(case):
+    features, is_causal, padded, options = case
+    generator = torch.Generator().manual_seed(0)
+    tensors = [torch.randn(2, heads, LENGTH, 8, generator=generator) for heads in (4, 2, 2, 4)]
+    mask = torch.ones(2, LENGTH, dtype=torch.bool)
+    if padded:
+        mask[0, 150:] = False
+    return tensors, mask, {"features": features, "is_causal": is_causal, "num_features": 16, **options}
+
+
+def attend(case, some=slice(None)):
+    """Gives output and gradients for a piece of the tokens."""
+    (*tensors, weight), mask, options = inputs_of(case)
+    tensors = [tensor[:, :, some].clone().requires_grad_() for tensor in tensors]
+    out = favor.favor_attention(*tensors, **options, key_padding_mask=mask[:, some])
+    rows = mask[:, None, some, None]
+    (out * weight[:, :, some] * rows).sum().backward()
+    return [out.detach() * rows, *(tensor.grad for tensor in tensors)]
+
+
+def llama():
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 16}
+    model = LlamaForCausalLM(LlamaConfig(**sizes, vocab_size=20))
+    return favor.configure(model, "favor+", exact_below=0, num_features=8)
+
+
+def trained(model, batch, group=None):
+    """Gives the weights after some steps of plain gradient descent."""
+    optimizer = torch.optim.SGD(model.parameters(), 0.3)
+    for _ in range(20):
+        model(**batch, num_items_in_batch=100).loss.backward()
+        for parameter in model.parameters() if group is not None else ():
+            dist.all_reduce(parameter.grad, group=group)
+        optimizer.step()
+        optimizer.zero_grad()
+    return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+
+
+def in_pieces(rank, address):
+    torch.set_num_threads(1)
+    set_small_sections(pytest.MonkeyPatch())
+    dist.init_process_group("gloo", init_method=address, rank=rank, world_size=PIECES)
+    group, some = dist.group.WORLD, slice(rank * LENGTH // PIECES, (rank + 1) * LENGTH // PIECES)
+    for case in CASES:
+        wanted = attend(case)
+        with favor.sequence_parallel(group):
+            found = attend(case, some)
+        for own, whole in zip(found, wanted, strict=True):
+            error = (own - whole[:, :, some]).abs().max() / whole.abs().max()
+            assert error < 1e-5, (case, error)
+    ids = torch.randint(0, 20, (2, 64), generator=torch.Generator().manual_seed(0))
+    batch = {"input_ids": ids, "labels": ids}
+    wanted = trained(llama(), batch)
+    with favor.sequence_parallel(group):
+        found = trained(llama(), favor.shard(batch, group, is_causal=True), group)
+        exact = favor.configure(llama(), exact_below=100)
+        with pytest.raises(ValueError, match="inside sequence_parallel LlamaAttention would be exact"):
+            exact(ids)
+        query = torch.randn(1, 2, 8, 4)
+        with pytest.raises(ValueError, match="landmark attention of encoders needs whole sequences"):
+            favor.favor_attention(query, query, query, features="landmark")
+    assert (found - wanted).abs().max() < 1e-4
+    dist.destroy_process_group()
+
+
+def test_pieces_are_the_whole(tmp_path):
+    run_several(in_pieces, f"file://{tmp_path / 'rendezvous'}", number=PIECES)
+
+
+@pytest.mark.parametrize("options", [{"is_causal": True}, {"window": 4}, {"window": 4, "is_causal": True}])
+def test_the_normaliser_has_gradients(options):
+    torch.manual_seed(0)
+    shapes = ((1, 2, 10, 3), (1, 1, 10, 3), (1, 1, 10, 3), (1, 1, 4, 3), (1, 1, 4, 3), (1, 1, 4), (1, 1, 10))
+    tensors = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
+    bias = torch.randn(1, 2, 10, dtype=torch.float64, requires_grad=True)
+
+    def attend(*given):
+        *tensors, bias = given
+        more = {"query_bias": bias, "scale": 0.5} if "window" in options else {}
+        return linear_attention(*tensors, **options, **more, with_lse=True)
+
+    assert torch.autograd.gradcheck(attend, (*tensors, bias), fast_mode=True)
