@@ -16,15 +16,20 @@ from transformers import T5Config, T5ForConditionalGeneration
 
 from favor.train.text.samples import read_text
 
-SEED, RATE, WARMUP = 0, 3e-3, 50
+# The rate of the biases of distances is their own: they begin near 0, and must become some units large.
+SEED, RATE, RATE_OF_BIASES, WARMUP = 0, 2e-3, 5e-2, 30
+# Embeddings begin smaller than those of T5, which answer with their own byte and take long to forget it.
+EMBEDDINGS = 0.05
 # Tokens as in ByT5: padding, the end, one more, the bytes, and what stands for hidden spans.
 END, FIRST_BYTE, FIRST_SENTINEL, SENTINELS = 1, 3, 259, 80
 HIDDEN, SPAN = 0.15, 20  # share of hidden bytes, and mean bytes of a span
 SHAPE: dict[str, Any] = {"d_model": 192, "d_kv": 48, "num_heads": 4, "d_ff": 512, "dropout_rate": 0.0}
 SHAPE |= {"num_layers": 4, "num_decoder_layers": 2, "decoder_start_token_id": 0}
+SHAPE |= {"tie_word_embeddings": False}  # tied, but logits are not scaled, as in T5 1.1
+BIASES = "relative_attention_bias"
 # Tokens of the encoder, sequences of a batch, steps. Biases of distances learn in the first stage alone: without their
 # gradients SDPA forms no L x L tensor.
-STAGES = ((512, 4, 300), (512, 4, 600), (2048, 1, 120))
+STAGES = ((256, 4, 250), (512, 2, 100), (2048, 1, 30))
 
 
 def read_bytes(path: Path) -> Tensor:
@@ -68,12 +73,15 @@ def train(text: Tensor) -> T5ForConditionalGeneration:
     vocabulary = FIRST_SENTINEL + SENTINELS
     model = T5ForConditionalGeneration(T5Config(**SHAPE, vocab_size=vocabulary))
     model.set_attn_implementation("sdpa")
+    model.shared.weight.data.mul_(EMBEDDINGS)
     generator, total = torch.Generator().manual_seed(SEED), sum(steps for *_, steps in STAGES)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, weight_decay=0.01)
+    rates = {name: RATE_OF_BIASES if BIASES in name else RATE for name, _ in model.named_parameters()}
+    groups = [{"params": [own], "lr": rates[name]} for name, own in model.named_parameters()]
+    optimizer = torch.optim.AdamW(groups, weight_decay=0.01)
     pace = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: min((n + 1) / WARMUP, 1 - n / total))
     for number, (tokens, batch, steps) in enumerate(STAGES):
         for name, parameter in model.named_parameters():
-            parameter.requires_grad_(number == 0 or "relative_attention_bias" not in name)
+            parameter.requires_grad_(number == 0 or BIASES not in name)
         width, losses = bytes_of(tokens), []
         for step in range(1, steps + 1):
             places = torch.randint(len(text) - width, (batch,), generator=generator).tolist()
@@ -87,6 +95,6 @@ def train(text: Tensor) -> T5ForConditionalGeneration:
             optimizer.zero_grad()
             pace.step()
             losses.append(loss.item())
-            if step % 50 == 0 or step == steps:
-                print(f"{tokens} tokens, step {step}: loss {statistics.fmean(losses[-50:]):.4f}", flush=True)
+            if step % 25 == 0 or step == steps:
+                print(f"{tokens} tokens, step {step}: loss {statistics.fmean(losses[-25:]):.4f}", flush=True)
     return model.eval()
