@@ -9,7 +9,8 @@ that hold their positions. A family says how in a function that is marked with `
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any, NamedTuple, Protocol
@@ -21,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 from favor.attention.functional import AttentionCall
 from favor.features import Parameters
+from favor.kernels.dispatch import is_tracing
 from favor.registry import Family
 
 ROWS = 64  # queries of a block
@@ -310,11 +312,11 @@ def _attend(
     far = make(family, asking_far, answering_far, value, blocks, call)
     key, value = (tensor.repeat_interleave(groups, 1) if groups > 1 else tensor for tensor in (key, value))
     field = _Near(query, key, value, relative.near(blocks.most * ROWS), blocks)
-    asking_rows = in_rows(asking_far.flatten(0, 1), blocks)
+    asking_rows, memory = in_rows(asking_far.flatten(0, 1), blocks), _Memory()
 
     def attend(some: slice) -> Tensor:
         near, table = field.columns(some)
-        return _softmax(asking_rows[:, some], [near, *far.columns(some, relative.ends(table))], call.scale)
+        return _softmax(asking_rows[:, some], [near, *far.columns(some, relative.ends(table))], call.scale, memory)
 
     most = max(1, _budget(query) // (batch * number * ROWS * 1024))
     pieces = [slice(first, min(first + most, blocks.number)) for first in range(0, blocks.number, most)]
@@ -328,16 +330,33 @@ def in_rows(tensor: Tensor, blocks: Blocks) -> Tensor:
     return pad(tensor, (0, 0, 0, blocks.number * ROWS - tensor.shape[1])).unflatten(1, (-1, ROWS))
 
 
-def _softmax(query: Tensor, columns: list[Columns], scale: float) -> Tensor:
+class _Memory:
+    """Joins the columns of one piece after another in the same memory: a CPU's system clears all that it gives anew."""
+
+    def __init__(self) -> None:
+        self.held: dict[str, Tensor] = {}
+
+    def join(self, name: str, parts: Sequence[Tensor], dimension: int, dtype: torch.dtype) -> Tensor:
+        """Joins tensors; what this name stood for before is lost."""
+        if parts[0].device.type != "cpu" or is_tracing(*parts):
+            return torch.cat(parts, dimension).to(dtype)
+        shape = list(parts[0].shape)
+        shape[dimension] = sum(part.shape[dimension] for part in parts)
+        held, number = self.held.get(name), math.prod(shape)
+        if held is None or held.numel() < number:
+            self.held[name] = held = torch.empty(number, dtype=dtype)
+        return torch.cat(parts, dimension, out=held[:number].view(shape))
+
+
+def _softmax(query: Tensor, columns: list[Columns], scale: float, memory: _Memory) -> Tensor:
     """Attends with blocks `[N, Z, R, w]` to all columns; keys that are narrower meet the first entries of queries."""
     lead = (*query.shape[:3], -1)
     widths = {tensor.shape[-1] for own in columns for tensor in own[:2]}
     if not torch.is_grad_enabled() and widths == {query.shape[-1]}:
-        key, value = (
-            torch.cat([own.expand(*query.shape[:2], *own.shape[2:]) for own in parts], 2)
-            for parts in list(zip(*columns, strict=True))[:2]
-        )
-        bias = torch.cat([own.bias.expand(*lead) for own in columns], -1).to(query.dtype)
+        shape = query.shape[:2]
+        keys, values = ([own[n].expand(*shape, -1, -1) for own in columns] for n in (0, 1))
+        key, value = memory.join("key", keys, 2, query.dtype), memory.join("value", values, 2, query.dtype)
+        bias = memory.join("bias", [own.bias.expand(*lead) for own in columns], -1, query.dtype)
         rows, key, value, bias = (tensor.flatten(0, 1).unsqueeze(1) for tensor in (query, key, value, bias))
         return scaled_dot_product_attention(rows, key, value, attn_mask=bias, scale=scale).view(*lead)
     logits = [(query[..., : own.key.shape[-1]] @ own.key.mT).to(own.bias.dtype) * scale + own.bias for own in columns]
