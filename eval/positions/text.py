@@ -18,7 +18,7 @@ import argparse
 import math
 import os
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,7 @@ from transformers import T5ForConditionalGeneration
 from transformers.modeling_outputs import BaseModelOutput
 
 import favor
-from favor.attention.positions import ROWS, far_field
+from favor.attention.positions import ROWS, Columns, far_field
 from favor.eval.common import report
 from favor.eval.common.isolated import Failure, isolated
 from favor.eval.common.program import add_results
@@ -70,9 +70,9 @@ class Nothing:
     def __init__(self, *_: Any) -> None:
         pass
 
-    def columns(self, *_: Any) -> tuple[()]:
+    def columns(self, *_: Any) -> Iterator[Columns]:
         """Yields nothing."""
-        return ()
+        return iter(())
 
 
 def parse_arguments(words: Sequence[str] | None) -> argparse.Namespace:

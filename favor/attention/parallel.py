@@ -19,7 +19,8 @@ from torch.utils.checkpoint import checkpoint
 from favor.attention.functional import SEQUENCE_GROUPS, AttentionCall
 from favor.attention.linear import key_bias, prepared, query_bias
 from favor.features import Moments, PositiveFeatures
-from favor.kernels import linear_attention
+from favor.kernels.operands import Operands
+from favor.kernels.ops import attention_and_normaliser
 from favor.registry import Family
 
 _ROWS = 4096  # tokens whose features are held at a time
@@ -35,6 +36,9 @@ def sequence_parallel(mesh: Any) -> Iterator[None]:
 
     Args:
         mesh: a `torch.distributed.device_mesh.DeviceMesh` of one dimension, or a process group.
+
+    Returns:
+        a context manager.
 
     Example:
         >>> import torch, favor
@@ -67,6 +71,13 @@ def shard(inputs: dict[str, Tensor], mesh: Any, *, is_causal: bool = False) -> d
 
     Raises:
         ValueError: if the length cannot be divided.
+
+    Example:
+        >>> import torch, favor
+        >>> torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+        >>> favor.shard({"input_ids": torch.zeros(2, 8, dtype=torch.long)}, torch.distributed.group.WORLD).keys()
+        dict_keys(['input_ids', 'position_ids'])
+        >>> torch.distributed.destroy_process_group()
     """
     group = mesh.get_group() if hasattr(mesh, "get_group") else mesh
     rank, size = dist.get_rank(group), dist.get_world_size(group)
@@ -146,11 +157,12 @@ def _by_features(
     if not (call.is_causal or call.window):
         weight, mean = _joined(states, torch.ones(len(states), dtype=torch.bool, device=states.device))
         return _read(query, to_query, offset + weight, mean)[0].to(query.dtype)
-    options: dict[str, Any] = {"is_causal": call.is_causal, "kernel": call.kernel, "with_lse": True}
+    own, options = None, dict[str, Any]()
     if call.window:  # the normaliser is then without the query bias, as that of features is
         own = query_bias(query, parameters, key.shape[1], offset.shape[-1], call.scale, None)
-        options |= {"window": call.window, "scale": call.scale, "query_bias": own}
-    out, lse = linear_attention(query, key, value, to_query, to_key, offset, bias, **options)
+        options = {"window": call.window, "scale": call.scale}
+    operands = Operands(query, key, value, to_query, to_key, offset, bias, own)
+    out, lse, *_ = attention_and_normaliser(operands, call.kernel, is_causal=call.is_causal, **options)
     rank, place = dist.get_rank(group), torch.arange(len(states), device=states.device)
     weight, mean = _joined(states, place < rank if call.is_causal else place != rank)
     far, far_lse = _read(query, to_query, offset + weight, mean)

@@ -109,6 +109,7 @@ def _differentiate(
     *unused: Any,
     differentiate: Callable[..., tuple[Tensor, ...]] = attention_backward,
 ) -> tuple[Any, ...]:
+    of_lse = None if of_lse is None or of_lse.ndim == 1 else of_lse  # which bidirectional attention does not keep
     if grad is None and of_lse is None:
         return (None,) * len(ctx.needs_input_grad)
     for_directions = any(ctx.needs_input_grad[3:6])
@@ -212,9 +213,8 @@ def linear_attention(
     *,
     query_bias: Tensor | None = None,
     kernel: str = "auto",
-    with_lse: bool = False,
     **geometry: Unpack[GeometryOptions],
-) -> Any:
+) -> Tensor:
     """Attends with weights sum_m exp(query.uq_m + key.uk_m + offset_m + key_bias), in time linear in the length.
 
     With a window, tokens are cut into blocks of `window` tokens, and the weights inside a block are exp(scale
@@ -232,8 +232,6 @@ def linear_attention(
         key_bias: `[B, Hk, S]`; -inf hides a key, whatever key and value hold there.
         query_bias: `[B, H, L]`, float32 or float64 like the directions; required with a window, and only then.
         kernel: "auto" (Triton on CUDA, torch elsewhere), "torch" or "triton".
-        with_lse: whether to return the logarithm of the normaliser too, `[B, H, L]`, with gradients; for causal
-            attention or with a window.
         is_causal: query i sees keys 0 ... S - L + i; default False.
         cu_seqlens_q, cu_seqlens_k: cumulative lengths `[N + 1]`, int32, starting with 0, of N sequences packed one
             after another along L and S; then B is 1 and no sequence sees another. None (default) if nothing is packed.
@@ -260,15 +258,27 @@ def linear_attention(
         >>> linear_attention(q, k, v, uq, uk, offset, torch.zeros(1, 2, 6)).shape
         torch.Size([1, 2, 6, 4])
     """
-    form = Geometry.of(query, key, query_bias, **geometry)
     given = Operands(query, key, value, query_directions, key_directions, offset, key_bias, query_bias)
+    return _run(given, Geometry.of(query, key, query_bias, **geometry), kernel)[0]
+
+
+def attention_and_normaliser(operands: Operands, kernel: str, **geometry: Unpack[GeometryOptions]) -> Result:
+    """Gives what `linear_attention` gives, and the logarithm of the normaliser `[B, H, L]`, both with gradients.
+
+    For causal attention, or with a window, whose normaliser is that of the weights divided by exp(query_bias).
+    """
+    form = Geometry.of(operands.query, operands.key, operands.query_bias, **geometry)
+    found = Result(*_run(operands, form, kernel))
+    # Kernels keep inf for queries that see nothing.
+    return found._replace(lse=found.lse.masked_fill(found.lse == torch.inf, -torch.inf))
+
+
+def _run(given: Operands, form: Geometry, kernel: str) -> tuple[Tensor, ...]:
     if is_exporting() and not form.is_causal and form.cu_k is None:
-        return exported.attention(given, form)
+        return (exported.attention(given, form),)
     cu_q, cu_k, *options = form
     *tensors, query_bias = given.readable()
     inputs = (*tensors, cu_q, cu_k, query_bias, *options, kernel)
-    found = _Eager.apply(*inputs) if is_transformed() or plain(*tensors[:3]) else attention_forward(*inputs)
-    if not with_lse:
-        return found[0]
-    out, lse, *_ = found
-    return out, lse.masked_fill(lse == torch.inf, -torch.inf)  # what kernels keep for queries that see nothing
+    plainly = is_transformed() or plain(*tensors[:3])
+    found: tuple[Tensor, ...] = _Eager.apply(*inputs) if plainly else attention_forward(*inputs)
+    return found

@@ -8,7 +8,8 @@ from small_sections import set_small_sections
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import favor
-from favor.kernels import linear_attention
+from favor.kernels.operands import Operands
+from favor.kernels.ops import attention_and_normaliser
 
 LENGTH, PIECES = 256, 4
 # Features, whether causal, padded (whole pieces in one row), and further options.
@@ -100,8 +101,7 @@ def test_the_normaliser_has_gradients(options):
     bias = torch.randn(1, 2, 10, dtype=torch.float64, requires_grad=True)
 
     def attend(*given):
-        *tensors, bias = given
-        more = {"query_bias": bias, "scale": 0.5} if "window" in options else {}
-        return linear_attention(*tensors, **options, **more, with_lse=True)
+        operands = Operands(*given) if "window" in options else Operands(*given[:-1])
+        return attention_and_normaliser(operands, "auto", **options, scale=0.5)[:2]
 
     assert torch.autograd.gradcheck(attend, (*tensors, bias), fast_mode=True)
