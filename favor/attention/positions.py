@@ -10,7 +10,7 @@ that hold their positions. A family says how in a function that is marked with `
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any, NamedTuple, Protocol
@@ -328,7 +328,7 @@ class _Memory:
     def __init__(self) -> None:
         self.held: dict[str, Tensor] = {}
 
-    def join(self, name: str, parts: Sequence[Tensor], dimension: int, dtype: torch.dtype) -> Tensor:
+    def join(self, name: str, parts: list[Tensor], dimension: int, dtype: torch.dtype) -> Tensor:
         """Joins tensors; what this name stood for before is lost."""
         if parts[0].device.type != "cpu" or is_tracing(*parts):
             return torch.cat(parts, dimension).to(dtype)
