@@ -18,8 +18,8 @@ from favor.train.text.samples import read_text
 
 # The rate of the biases of distances is their own: they begin near 0, and must become some units large.
 SEED, RATE, RATE_OF_BIASES, WARMUP = 0, 2e-3, 5e-2, 30
-# Embeddings begin smaller than those of T5, which answer with their own byte and take long to forget it.
-EMBEDDINGS = 0.05
+# All that adds to the hidden states begins smaller than in T5, which would take long to forget its own tokens.
+WRITERS, SMALLER = ("shared.weight", ".o.weight", ".wo.weight"), 0.05
 # Tokens as in ByT5: padding, the end, one more, the bytes, and what stands for hidden spans.
 END, FIRST_BYTE, FIRST_SENTINEL, SENTINELS = 1, 3, 259, 80
 HIDDEN, SPAN = 0.15, 20  # share of hidden bytes, and mean bytes of a span
@@ -28,8 +28,8 @@ SHAPE |= {"num_layers": 4, "num_decoder_layers": 2, "decoder_start_token_id": 0}
 SHAPE |= {"tie_word_embeddings": False}  # tied, but logits are not scaled, as in T5 1.1
 BIASES = "relative_attention_bias"
 # Tokens of the encoder, sequences of a batch, steps. Biases of distances learn in the first stage alone: without their
-# gradients SDPA forms no L x L tensor.
-STAGES = ((256, 4, 250), (512, 2, 100), (2048, 1, 30))
+# gradients SDPA keeps no L x L logits.
+STAGES = ((256, 8, 1000), (512, 4, 1000), (2048, 1, 250))
 
 
 def read_bytes(path: Path) -> Tensor:
@@ -73,7 +73,9 @@ def train(text: Tensor) -> T5ForConditionalGeneration:
     vocabulary = FIRST_SENTINEL + SENTINELS
     model = T5ForConditionalGeneration(T5Config(**SHAPE, vocab_size=vocabulary))
     model.set_attn_implementation("sdpa")
-    model.shared.weight.data.mul_(EMBEDDINGS)
+    for name, parameter in model.named_parameters():
+        if name.endswith(WRITERS):
+            parameter.data.mul_(SMALLER)
     generator, total = torch.Generator().manual_seed(SEED), sum(steps for *_, steps in STAGES)
     rates = {name: RATE_OF_BIASES if BIASES in name else RATE for name, _ in model.named_parameters()}
     groups = [{"params": [own], "lr": rates[name]} for name, own in model.named_parameters()]
