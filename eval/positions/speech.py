@@ -1,11 +1,11 @@
 """Long recordings in one pass of a Parakeet (FastConformer): landmarks, local and exact attention.
 
-    python -m favor.eval.positions.speech --task time                        noise, full width, 2 layers, random weights
-    python -m favor.eval.positions.speech --task error --data_dir DATA       character errors of a small one, trained here
+    python -m favor.eval.positions.speech --task time                      noise, full width, 2 layers, random weights
+    python -m favor.eval.positions.speech --task error --data_dir DATA     character errors of a small one, trained here
 
 The first task gives time and memory of a pass by minutes of audio; each cell runs in a process of its own on the CPU.
-The second trains a small Parakeet with exact attention, on utterances and then on joined ones of 20 to 60 seconds, and
-changes its attention without training. A stopped run goes on where it was.
+The second trains a small Parakeet with exact attention, on utterances and later also on joined ones of 20 to 60
+seconds, and then changes its attention without training. A stopped run goes on where it was.
 """
 
 from __future__ import annotations
@@ -85,15 +85,15 @@ def time_lines(cells: Sequence[dict[str, Any]]) -> list[str]:
         own = [cell for cell in cells if cell["minutes"] == minutes]
         frames = max(cell.get("frames", 0) for cell in own)
         shown = [
-            cell.get("skipped") or f"{cell['seconds']:.0f} ({cell['cpu_seconds']:.0f}), {cell['resident'] / 1e9:.2f}"
+            cell.get("skipped") or f"{cell['cpu_seconds']:.0f} ({cell['seconds']:.0f}), {cell['resident'] / 1e9:.2f}"
             for cell in own
         ]
         rows.append([f"{minutes:g}", f"{frames:,}", *shown])
     text = (
-        "An encoder of Parakeet's full width, 2 of its layers, random weights, float32, subsampling 8, one pass over noise "
-        "with its mask. Cells: seconds of the wall's clock (of the CPU), then the peak of the process in GB (10^9 bytes), "
-        "libraries, weights and features included; each in a process of its own. By formula: bytes of the biases of all "
-        "pairs that exact attention holds at once, 16 H L^2."
+        "An encoder of Parakeet's full width, 2 of its layers, random weights, float32, subsampling 8, one pass over "
+        "noise with its mask. Cells: seconds of the CPU (of the wall's clock), then the peak of the process in GB "
+        "(10^9 bytes), libraries, weights and features included; each in a process of its own. By formula: bytes of the "
+        "biases of all pairs that exact attention holds at once, 16 H L^2."
     )
     return [text, "", *report.table(["minutes", "frames", *TIMED], rows)]
 
@@ -124,7 +124,7 @@ def trained(arguments: argparse.Namespace) -> tuple[Any, Any]:
 
 
 def error_cells(arguments: argparse.Namespace, records: report.Records) -> list[dict[str, Any]]:
-    """Transcribes recordings with each attention, and compares the output of the encoder with that of exact attention."""
+    """Transcribes recordings with each attention, and compares outputs of the encoder with those of exact attention."""
     exact, processor = trained(arguments)
     models = {label: configured(copy.deepcopy(exact).eval(), *way) for label, way in COMPARED.items()}
     utterances = [own for split in arguments.eval_splits for own in load_speech(arguments.data_dir, split)[0]]
@@ -162,7 +162,7 @@ def rates(cells: Sequence[dict[str, Any]], minutes: float) -> dict[str, dict[str
     return found
 
 
-def error_lines(cells: Sequence[dict[str, Any]], model: Any) -> list[str]:
+def error_lines(cells: Sequence[dict[str, Any]]) -> list[str]:
     """Writes the table of error rates."""
     lengths = list(dict.fromkeys(cell["minutes"] for cell in cells))
     summed = {minutes: rates(cells, minutes) for minutes in lengths}
@@ -172,9 +172,10 @@ def error_lines(cells: Sequence[dict[str, Any]], model: Any) -> list[str]:
     ]
     names = [f"{minutes:g} minutes, {next(iter(summed[minutes].values()))['number']} recordings" for minutes in lengths]
     text = (
-        "A Parakeet for CTC with characters, trained with exact attention; utterances of a speaker joined to recordings, "
-        "which overlap where a speaker has too little; one pass, greedy search, no training of the attention that is "
-        "compared. Cells: character error rate in %, then the relative error of the encoder's output, mean (90th percentile)."
+        "A Parakeet for CTC with characters, trained with exact attention; utterances of a speaker joined to "
+        "recordings, which overlap where a speaker has too little; one pass, greedy search, without training of the "
+        "attention that is compared. Cells: character error rate in %, then the relative error of the encoder's "
+        "output, mean (90th percentile)."
     )
     return [text, "", *report.table(["attention", *names], rows)]
 
@@ -200,7 +201,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         lines, checks = time_lines(cells), time_checks(cells)
     else:
         cells = error_cells(arguments, records)
-        lines, checks = error_lines(cells, None), error_checks(cells)
+        lines, checks = error_lines(cells), error_checks(cells)
     load.append(os.getloadavg()[0])
     folders = ["--data_dir"]
     context = report.context_of("favor.eval.positions.speech", argv, ("transformers", "jiwer"), folders)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 import time
@@ -18,18 +19,17 @@ from favor.eval.speech.long_form_cell import RATE
 from favor.models.conformer import ConformerFeatureExtractor
 from favor.models.speech import ConformerProcessor, ctc_greedy, train_tokenizer
 from favor.train.common.loop import mix, weight_average
-from favor.train.speech.augment import SpecAugment
 from favor.train.speech.batches import DurationBatchSampler
 from favor.train.speech.data import Utterance, read_audio
 from favor_command.saved import load_model, load_processor
 
 FRAMES = 100  # of features in a second
-SIZES = {"hidden_size": 128, "num_attention_heads": 4, "intermediate_size": 384, "num_hidden_layers": 6}
+SIZES = {"hidden_size": 96, "num_attention_heads": 4, "intermediate_size": 256, "num_hidden_layers": 4}
 SIZES |= {"subsampling_factor": 4, "subsampling_conv_channels": 32}
 SHORT = 16.0  # seconds of a batch of utterances
 JOINED = (20.0, 60.0)  # seconds of utterances that are joined
-PART_JOINED = 0.07  # of the steps, the last ones
-LEARNING_RATE, WARM_UP, DECAY, DROPOUT = 1.5e-3, 0.1, 0.99, 0.1
+FIRST_JOINED, EVERY = 600, 8  # from which step on every so manieth batch is of joined utterances
+LEARNING_RATE, WARM_UP, DECAY = 2e-3, 200, 0.99
 
 
 class Heard(NamedTuple):
@@ -83,8 +83,8 @@ def build(texts: Sequence[str], seed: int, **sizes: Any) -> tuple[ParakeetForCTC
     wanted = {**SIZES, **sizes}
     extractor = ConformerFeatureExtractor(wanted.get("num_mel_bins", 80))
     processor = ConformerProcessor(extractor, train_tokenizer(texts, "char"))
-    others = dict.fromkeys(("activation_dropout", "attention_dropout", "layerdrop"), 0.0)
-    encoder = ParakeetEncoderConfig(**wanted, dropout=DROPOUT, **others)
+    rates = dict.fromkeys(("dropout", "activation_dropout", "attention_dropout", "layerdrop"), 0.0)
+    encoder = ParakeetEncoderConfig(**wanted, **rates)
     config = ParakeetCTCConfig(
         vocab_size=len(processor.tokenizer), pad_token_id=0, encoder_config=encoder, attn_implementation="sdpa"
     )
@@ -97,20 +97,17 @@ def load(folder: str) -> tuple[ParakeetForCTC, ConformerProcessor]:
     return load_model(ParakeetForCTC, folder, attn_implementation="sdpa"), load_processor(folder, ConformerProcessor)
 
 
-def batches(heard: Sequence[Heard], steps: int, seed: int) -> Iterator[list[Heard]]:
-    """Yields batches: single utterances of alike lengths, in the last steps utterances of a speaker joined."""
+def batches(heard: Sequence[Heard], seed: int) -> Iterator[list[Heard]]:
+    """Yields batches without end: utterances of alike lengths, and later sometimes utterances of a speaker joined."""
     sampler = DurationBatchSampler([own.seconds for own in heard], SHORT, seed, allow_long=True)
-    alone = round(steps * (1 - PART_JOINED))
-    epoch, done = 0, 0
-    while done < alone:
+    draw, step = random.Random(mix(seed)), 0
+    for epoch in itertools.count():
         sampler.set_epoch(epoch)
-        chosen = list(sampler)[: alone - done]
-        yield from ([heard[place] for _, place in batch] for batch in chosen)
-        epoch, done = epoch + 1, done + len(chosen)
-    draw = random.Random(mix(seed, 1))
-    for _ in range(steps - alone):
-        seconds = draw.uniform(*JOINED)
-        yield [_run(heard, draw.randrange(len(heard)), seconds) for _ in range(max(1, int(JOINED[1] / seconds)))]
+        for batch in sampler:
+            step += 1
+            yield [heard[place] for _, place in batch]
+            if step >= FIRST_JOINED and step % EVERY == 0:
+                yield [_run(heard, draw.randrange(len(heard)), draw.uniform(*JOINED))]
 
 
 def _run(heard: Sequence[Heard], first: int, seconds: float) -> Heard:
@@ -131,23 +128,17 @@ def train(
     say: Callable[[str], None] = print,
 ) -> None:
     """Trains with exact attention; leaves the average of the last weights in the model, and saves both."""
-    torch.manual_seed(seed)
-    masks, draws = SpecAugment(1, 10, 2, 0.05), torch.Generator().manual_seed(seed)
     optimizer = torch.optim.AdamW(model.parameters(), LEARNING_RATE, (0.9, 0.98), weight_decay=1e-2, fused=True)
-    warm = max(1, round(WARM_UP * steps))
-    schedule = torch.optim.lr_scheduler.LambdaLR(
-        optimizer, lambda step: min((step + 1) / warm, math.cos(math.pi / 2 * max(step - warm, 0) / (steps - warm + 1)))
-    )
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min((step + 1) / WARM_UP, 1.0))
     averaged = weight_average(model, DECAY)
     losses: list[float] = []
     begin = time.monotonic()
-    for step, batch in enumerate(batches(heard, steps, seed), 1):
+    for step, batch in enumerate(itertools.islice(batches(heard, seed), steps), 1):
         rows = [processor.feature_extractor.scale(own.features) for own in batch]
-        lengths = torch.tensor([len(row) for row in rows])
-        features = masks(pad_sequence(rows, True), lengths, draws)
         tokens = [torch.tensor(processor.tokenizer(own.text)["input_ids"]) for own in batch]
-        mask = torch.arange(features.shape[1]) < lengths[:, None]
-        loss = model.train()(features, mask, labels=pad_sequence(tokens, True, 0)).loss
+        lengths = torch.tensor([len(row) for row in rows]).unsqueeze(1)
+        mask = torch.arange(int(lengths.max())) < lengths
+        loss = model.train()(pad_sequence(rows, True), mask, labels=pad_sequence(tokens, True, 0)).loss
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
@@ -158,9 +149,9 @@ def train(
         if step % 100 == 0 or step == steps:
             own = losses[-100:]
             say(f"step {step} of {steps}, {time.monotonic() - begin:.0f} s: loss {sum(own) / len(own):.3f}")
+            averaged.module.eval().save_pretrained(folder)
+            processor.save_pretrained(folder)
     model.load_state_dict(averaged.module.state_dict())
-    model.eval().save_pretrained(folder)
-    processor.save_pretrained(folder)
 
 
 @torch.no_grad()

@@ -73,6 +73,9 @@ EVAL = Folder(
             "generation": Program("favor.eval.generation", "time of a token in generation, and memory of the cache"),
             "gpu": Program("favor.eval.gpu", "all that needs a GPU, in visits of some minutes"),
         },
+        "relative positions": {
+            "positions_speech": Program("favor.eval.positions.speech", "Parakeet with landmarks: errors, time, memory"),
+        },
         "language models": {
             "needle": Program("favor.eval.language.needle", "what a model finds in a long text"),
             "perplexity": Program("favor.eval.language.perplexity", "perplexity on long texts"),
