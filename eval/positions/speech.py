@@ -92,8 +92,8 @@ def time_lines(cells: Sequence[dict[str, Any]]) -> list[str]:
     text = (
         "An encoder of Parakeet's full width, 2 of its layers, random weights, float32, subsampling 8, one pass over "
         "noise with its mask. Cells: seconds of the CPU (of the wall's clock), then the peak of the process in GB "
-        "(10^9 bytes), libraries, weights and features included; each in a process of its own. By formula: bytes of the "
-        "biases of all pairs that exact attention holds at once, 16 H L^2."
+        "(10^9 bytes), libraries, weights and features included; each in a process of its own. By formula: bytes of "
+        "the biases of all pairs that exact attention holds at once, 16 H L^2."
     )
     return [text, "", *report.table(["minutes", "frames", *TIMED], rows)]
 

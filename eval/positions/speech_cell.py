@@ -42,7 +42,7 @@ class Local(Landmarks):
     """Reads near keys alone, 128 before and behind and those up to the ends of their blocks: NeMo's local attention."""
 
     name = "local"
-    backends = ("local",)
+    backends = ("local",)  # type: ignore[assignment]
 
 
 class _Nothing:

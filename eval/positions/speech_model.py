@@ -24,7 +24,7 @@ from favor.train.speech.data import Utterance, read_audio
 from favor_command.saved import load_model, load_processor
 
 FRAMES = 100  # of features in a second
-SIZES = {"hidden_size": 96, "num_attention_heads": 4, "intermediate_size": 256, "num_hidden_layers": 4}
+SIZES: dict[str, Any] = {"hidden_size": 96, "num_attention_heads": 4, "intermediate_size": 256, "num_hidden_layers": 4}
 SIZES |= {"subsampling_factor": 4, "subsampling_conv_channels": 32}
 SHORT = 16.0  # seconds of a batch of utterances
 JOINED = (20.0, 60.0)  # seconds of utterances that are joined
@@ -83,13 +83,11 @@ def build(texts: Sequence[str], seed: int, **sizes: Any) -> tuple[ParakeetForCTC
     wanted = {**SIZES, **sizes}
     extractor = ConformerFeatureExtractor(wanted.get("num_mel_bins", 80))
     processor = ConformerProcessor(extractor, train_tokenizer(texts, "char"))
-    rates = dict.fromkeys(("dropout", "activation_dropout", "attention_dropout", "layerdrop"), 0.0)
-    encoder = ParakeetEncoderConfig(**wanted, **rates)
-    config = ParakeetCTCConfig(
-        vocab_size=len(processor.tokenizer), pad_token_id=0, encoder_config=encoder, attn_implementation="sdpa"
-    )
+    wanted |= dict.fromkeys(("dropout", "activation_dropout", "attention_dropout", "layerdrop"), 0.0)
+    encoder = ParakeetEncoderConfig(**wanted, scale_input=False, initializer_range=wanted["hidden_size"] ** -0.5)
+    config = ParakeetCTCConfig(vocab_size=len(processor.tokenizer), pad_token_id=0, encoder_config=encoder)
     torch.manual_seed(seed)
-    return ParakeetForCTC(config), processor
+    return ParakeetForCTC._from_config(config, attn_implementation="sdpa"), processor
 
 
 def load(folder: str) -> tuple[ParakeetForCTC, ConformerProcessor]:
