@@ -32,6 +32,7 @@ from favor.train.speech.word_errors import ErrorCounts, character_errors
 MINUTES = {"time": [10.0, 30.0, 60.0, 180.0], "error": [1.0, 5.0]}
 LIMIT = 12e9  # bytes of a process, without its libraries
 ENOUGH = 8e9  # of 60 minutes
+STEPS = 6000
 POINTS = 0.5  # of the character error rate that landmarks may lose
 
 
@@ -44,15 +45,17 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--data_dir", type=Path, help="folder in LibriSpeech's layout, or with manifests, for --task error")
     add("--train_split", default="train", help="split of the data to train on")
     add("--eval_splits", nargs="+", default=["dev", "test"], help="splits of the data to transcribe")
-    add("--model_name_or_path", help="folder of the model of an earlier run; by default one is trained")
-    add("--max_train_steps", type=int, default=3000, help="optimizer steps of the training")
+    add("--model_name_or_path", help="folder of the model of an earlier run; by default a new one is trained")
+    add("--max_train_steps", type=int, help=f"steps of the training; default: {STEPS}, or 0 if a model is given")
     add("--threads", type=int, default=1, help="threads of the CPU")
     add("--seed", type=int, default=0, help="seed of weights, noise, batches and masks")
     add_results(parser, "positions_speech")
     arguments = parser.parse_args(argv)
     arguments.minutes = sorted(set(arguments.minutes or MINUTES[arguments.task]))
-    if min(*arguments.minutes, arguments.threads, arguments.max_train_steps) <= 0:
-        parser.error("--minutes, --threads and --max_train_steps must be positive")
+    if arguments.max_train_steps is None:
+        arguments.max_train_steps = STEPS if arguments.model_name_or_path is None else 0
+    if min(*arguments.minutes, arguments.threads, arguments.max_train_steps + 1) <= 0:
+        parser.error("--minutes and --threads must be positive, --max_train_steps at least 0")
     if arguments.task == "error" and arguments.data_dir is None:
         parser.error("--task error needs --data_dir")
     if arguments.task == "time" and (problem := unavailable()) is not None:
@@ -112,11 +115,14 @@ def time_checks(cells: Sequence[dict[str, Any]]) -> list[report.Check]:
 
 
 def trained(arguments: argparse.Namespace) -> tuple[Any, Any]:
-    """Loads the model, or trains it and saves it beside the results."""
-    if arguments.model_name_or_path is not None:
+    """Makes or loads the model, trains it, and saves it beside the results."""
+    if not arguments.max_train_steps and arguments.model_name_or_path is not None:
         return speech_model.load(arguments.model_name_or_path)
     utterances = load_speech(arguments.data_dir, arguments.train_split)[0]
-    model, processor = speech_model.build([utterance.text for utterance in utterances], arguments.seed)
+    if arguments.model_name_or_path is not None:
+        model, processor = speech_model.load(arguments.model_name_or_path)
+    else:
+        model, processor = speech_model.build([utterance.text for utterance in utterances], arguments.seed)
     heard = speech_model.hear(utterances, processor.feature_extractor)
     folder = arguments.output_dir / f"{arguments.name}_model"
     speech_model.train(model, processor, heard, arguments.max_train_steps, arguments.seed, folder)

@@ -24,8 +24,8 @@ def test_both_tasks(corpus, ran, tiny, tmp_path):
     times, text = ran(speech, "--task", "time", "--minutes", 0.1, name="times")
     assert [cell["frames"] for cell in times["cells"]] == [300] * len(speech_cell.TIMED)
     assert "| 0.1 | 300 |" in text
-    words = ("--task", "error", "--minutes", 0.02, "--data_dir", corpus, "--max_train_steps", 4)
-    errors, _ = ran(speech, *words, name="errors")
+    words = ("--task", "error", "--minutes", 0.02, "--data_dir", corpus)
+    errors, _ = ran(speech, *words, "--max_train_steps", 4, name="errors")
     assert len(errors["cells"]) == 4 * len(speech_cell.COMPARED)
     assert {cell["error"] for cell in errors["cells"] if cell["label"] == "exact (sdpa)"} == {0.0}
     model = ("--model_name_or_path", tmp_path / "out" / "errors_model")
