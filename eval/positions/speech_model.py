@@ -28,8 +28,8 @@ SIZES: dict[str, Any] = {"hidden_size": 96, "num_attention_heads": 4, "intermedi
 SIZES |= {"subsampling_factor": 4, "subsampling_conv_channels": 32}
 SHORT = 16.0  # seconds of a batch of utterances
 JOINED = (20.0, 60.0)  # seconds of utterances that are joined
-FIRST_JOINED, EVERY = 600, 8  # from which step on every so manieth batch is of joined utterances
-LEARNING_RATE, WARM_UP, DECAY = 2e-3, 200, 0.99
+EVERY = 8  # in the second half of the steps such a batch follows so many others
+LEARNING_RATE, WARM_UP, DECAY = 1e-3, 200, 0.99
 
 
 class Heard(NamedTuple):
@@ -95,8 +95,8 @@ def load(folder: str) -> tuple[ParakeetForCTC, ConformerProcessor]:
     return load_model(ParakeetForCTC, folder, attn_implementation="sdpa"), load_processor(folder, ConformerProcessor)
 
 
-def batches(heard: Sequence[Heard], seed: int) -> Iterator[list[Heard]]:
-    """Yields batches without end: utterances of alike lengths, and later sometimes utterances of a speaker joined."""
+def batches(heard: Sequence[Heard], alone: int, seed: int) -> Iterator[list[Heard]]:
+    """Yields batches without end: utterances of alike lengths; after so many `alone` also utterances that are joined."""
     sampler = DurationBatchSampler([own.seconds for own in heard], SHORT, seed, allow_long=True)
     draw, step = random.Random(mix(seed)), 0
     for epoch in itertools.count():
@@ -104,7 +104,7 @@ def batches(heard: Sequence[Heard], seed: int) -> Iterator[list[Heard]]:
         for batch in sampler:
             step += 1
             yield [heard[place] for _, place in batch]
-            if step >= FIRST_JOINED and step % EVERY == 0:
+            if step > alone and step % EVERY == 0:
                 yield [_run(heard, draw.randrange(len(heard)), draw.uniform(*JOINED))]
 
 
@@ -127,11 +127,11 @@ def train(
 ) -> None:
     """Trains with exact attention; leaves the average of the last weights in the model, and saves both."""
     optimizer = torch.optim.AdamW(model.parameters(), LEARNING_RATE, (0.9, 0.98), weight_decay=1e-2, fused=True)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min((step + 1) / WARM_UP, 1.0))
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min((step + 1) / WARM_UP, 1 - step / steps))
     averaged = weight_average(model, DECAY)
     losses: list[float] = []
     begin = time.monotonic()
-    for step, batch in enumerate(itertools.islice(batches(heard, seed), steps), 1):
+    for step, batch in enumerate(itertools.islice(batches(heard, steps // 2, seed), steps), 1):
         rows = [processor.feature_extractor.scale(own.features) for own in batch]
         tokens = [torch.tensor(processor.tokenizer(own.text)["input_ids"]) for own in batch]
         lengths = torch.tensor([len(row) for row in rows]).unsqueeze(1)

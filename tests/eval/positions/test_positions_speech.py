@@ -13,7 +13,7 @@ TINY |= {"num_mel_bins": 10, "subsampling_factor": 2, "subsampling_conv_channels
 @pytest.fixture
 def tiny(sized):
     sized(speech_cell, SIZES=TINY)
-    sized(speech_model, SIZES=TINY, JOINED=(1.5, 2.5), FIRST_JOINED=1, EVERY=2)
+    sized(speech_model, SIZES=TINY, JOINED=(1.5, 2.5), EVERY=1)
     sized(speech, isolated=lambda limit, threads, task, *arguments: task(*arguments))
     yield
     registry.FAMILIES.pop("local")
