@@ -96,7 +96,7 @@ def load(folder: str) -> tuple[ParakeetForCTC, ConformerProcessor]:
 
 
 def batches(heard: Sequence[Heard], alone: int, seed: int) -> Iterator[list[Heard]]:
-    """Yields batches without end: utterances of alike lengths; after so many `alone` also utterances that are joined."""
+    """Yields batches without end: utterances of alike lengths; after so many `alone` also ones that are joined."""
     sampler = DurationBatchSampler([own.seconds for own in heard], SHORT, seed, allow_long=True)
     draw, step = random.Random(mix(seed)), 0
     for epoch in itertools.count():
