@@ -32,7 +32,7 @@ from favor.train.speech.word_errors import ErrorCounts, character_errors
 MINUTES = {"time": [10.0, 30.0, 60.0, 180.0], "error": [1.0, 5.0]}
 LIMIT = 12e9  # bytes of a process, without its libraries
 ENOUGH = 8e9  # of 60 minutes
-STEPS = 6000
+STEPS = 3000
 POINTS = 0.5  # of the character error rate that landmarks may lose
 
 
@@ -125,7 +125,8 @@ def trained(arguments: argparse.Namespace) -> tuple[Any, Any]:
         model, processor = speech_model.build([utterance.text for utterance in utterances], arguments.seed)
     heard = speech_model.hear(utterances, processor.feature_extractor)
     folder = arguments.output_dir / f"{arguments.name}_model"
-    speech_model.train(model, processor, heard, arguments.max_train_steps, arguments.seed, folder)
+    is_new = arguments.model_name_or_path is None
+    speech_model.train(model, processor, heard, arguments.max_train_steps, arguments.seed, folder, is_new)
     return model, processor
 
 

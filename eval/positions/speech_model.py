@@ -6,7 +6,7 @@ import itertools
 import math
 import random
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,6 +28,7 @@ SIZES: dict[str, Any] = {"hidden_size": 96, "num_attention_heads": 4, "intermedi
 SIZES |= {"subsampling_factor": 4, "subsampling_conv_channels": 32}
 SHORT = 16.0  # seconds of a batch of utterances
 JOINED = (20.0, 60.0)  # seconds of utterances that are joined
+EASY, PART_EASY = 5.0, 3  # seconds of the utterances that CTC begins with, for one step in so many
 EVERY = 8  # in the second half of the steps such a batch follows so many others
 LEARNING_RATE, WARM_UP, DECAY = 1e-3, 200, 0.99
 
@@ -123,9 +124,24 @@ def train(
     steps: int,
     seed: int,
     folder: Path,
-    say: Callable[[str], None] = print,
+    is_new: bool = True,
 ) -> None:
-    """Trains with exact attention; leaves the average of the last weights in the model, and saves both."""
+    """Trains with exact attention, and saves the average of the last weights; a new model first hears what is short."""
+    easy = [own for own in heard if own.seconds < EASY]
+    first = steps // PART_EASY if is_new and easy else 0
+    for some, number in ((easy, first), (heard, steps - first)):
+        if number:
+            _train(model, processor, some, number, seed, folder)
+
+
+def _train(
+    model: ParakeetForCTC,
+    processor: ConformerProcessor,
+    heard: Sequence[Heard],
+    steps: int,
+    seed: int,
+    folder: Path,
+) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), LEARNING_RATE, (0.9, 0.98), weight_decay=1e-2, fused=True)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min((step + 1) / WARM_UP, 1 - step / steps))
     averaged = weight_average(model, DECAY)
@@ -146,7 +162,9 @@ def train(
         losses.append(loss.item())
         if step % 100 == 0 or step == steps:
             own = losses[-100:]
-            say(f"step {step} of {steps}, {time.monotonic() - begin:.0f} s: loss {sum(own) / len(own):.3f}")
+            print(
+                f"step {step} of {steps}, {time.monotonic() - begin:.0f} s: loss {sum(own) / len(own):.3f}", flush=True
+            )
             averaged.module.eval().save_pretrained(folder)
             processor.save_pretrained(folder)
     model.load_state_dict(averaged.module.state_dict())
