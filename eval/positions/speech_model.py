@@ -161,10 +161,8 @@ def _train(
         averaged.update_parameters(model)
         losses.append(loss.item())
         if step % 100 == 0 or step == steps:
-            own = losses[-100:]
-            print(
-                f"step {step} of {steps}, {time.monotonic() - begin:.0f} s: loss {sum(own) / len(own):.3f}", flush=True
-            )
+            mean = sum(losses[-100:]) / len(losses[-100:])
+            print(f"step {step} of {steps}, {time.monotonic() - begin:.0f} s: loss {mean:.3f}", flush=True)
             averaged.module.eval().save_pretrained(folder)
             processor.save_pretrained(folder)
     model.load_state_dict(averaged.module.state_dict())
