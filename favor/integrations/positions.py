@@ -45,6 +45,8 @@ def adopt(model: nn.Module) -> None:
                 wrap_once(space, name, globals()[around])
         if kind.__name__ == "ParakeetEncoderAttention":
             wrap_once(kind, "forward", _parakeet_attention)
+        elif kind.__name__ == "ParakeetEncoderRelPositionalEncoding":
+            wrap_once(kind, "forward", _no_waves)
         elif kind.__name__ == "ParakeetEncoder":
             wrap_once(kind, "_get_output_attention_mask", _parakeet_padding)
             before: Any = module.subsampling
@@ -142,6 +144,11 @@ def _parakeet_attention(
         **kwargs,
     )
     return layer.o_proj(out.flatten(2)), weights
+
+
+def _no_waves(original: Any, layer: Any, hidden_states: Tensor) -> Tensor:
+    """Gives nothing for the sines and cosines of all distances `[B, 2 L - 1, D]`, which `Sinusoidal` makes itself."""
+    return hidden_states[:, :0] if _runs(layer.config) else original(layer, hidden_states)
 
 
 class _Padding:

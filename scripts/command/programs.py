@@ -75,6 +75,7 @@ EVAL = Folder(
         },
         "relative positions": {
             "positions": Program("favor.eval.positions.text", "T5 with landmarks: its loss, and time and memory"),
+            "positions_speech": Program("favor.eval.positions.speech", "Parakeet with landmarks: errors, time, memory"),
         },
         "language models": {
             "needle": Program("favor.eval.language.needle", "what a model finds in a long text"),
