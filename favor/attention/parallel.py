@@ -46,7 +46,8 @@ def sequence_parallel(mesh: Any) -> Iterator[None]:
         >>> query, key, value = torch.randn(3, 1, 2, 64, 8)
         >>> with favor.sequence_parallel(torch.distributed.group.WORLD):
         ...     out = favor.favor_attention(query, key, value, features="pos", num_features=16)
-        >>> bool(torch.allclose(out, favor.favor_attention(query, key, value, features="pos", num_features=16)))
+        >>> whole = favor.favor_attention(query, key, value, features="pos", num_features=16)
+        >>> bool((out - whole).abs().max() < 1e-5)
         True
         >>> torch.distributed.destroy_process_group()
     """
