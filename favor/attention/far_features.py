@@ -9,7 +9,7 @@ from torch import Tensor
 
 from favor.attention.functional import AttentionCall
 from favor.attention.linear import key_bias, prepared, query_bias
-from favor.attention.positions import Blocks, Columns, far_field, in_rows
+from favor.attention.positions import Blocks, Columns, far_field, for_each_query, in_rows
 from favor.features import PositiveFeatures
 
 
@@ -33,13 +33,12 @@ class FarFeatures:
         own = query_bias(query, parameters, key.shape[1], number, call.scale, None).unsqueeze(-1)
         self.own = in_rows(own.flatten(0, 1), blocks)
         self.directions, self.offset = (
-            tensor.expand(query.shape[0], *tensor.shape[1:]).repeat_interleave(groups, 1).flatten(0, 1).unsqueeze(1)
+            for_each_query(tensor.expand(query.shape[0], *tensor.shape[1:]), groups).flatten(0, 1).unsqueeze(1)
             for tensor in (to_query.to(query.dtype) / call.scale, offset.unsqueeze(2))
         )  # [N, 1, M, d] and [N, 1, 1, M]
         bias = key_bias(family.alpha, key, parameters, call.scale, None, None).unsqueeze(-1)
         answers = key.to(offset.dtype) @ to_key.to(offset.dtype).mT + bias
-        answers = (answers.repeat_interleave(groups, 1) if groups > 1 else answers).flatten(0, 1)
-        value = (value.repeat_interleave(groups, 1) if groups > 1 else value).flatten(0, 1)
+        answers, value = (for_each_query(tensor, groups).flatten(0, 1) for tensor in (answers, value))
         hidden = in_rows(torch.ones_like(answers[:1, :, :1], dtype=torch.bool), blocks).logical_not()
         logits = in_rows(answers, blocks).masked_fill(hidden, -torch.inf)
         values, self.blocks = in_rows(value, blocks), blocks

@@ -180,11 +180,11 @@ def _parameters(family: PositiveFeatures, query: Tensor, key: Tensor, omega: Ten
             )
         return _identity(omega)
     if packing is None:
-        return family.fit_moments(_moments(family, query, key, call))
-    return family.fit_moments(Moments.cat([_moments(family, q, k, call) for q, k in packing.split(query, key)]))
+        return family.fit_moments(moments_of(family, query, key, call))
+    return family.fit_moments(Moments.cat([moments_of(family, q, k, call) for q, k in packing.split(query, key)]))
 
 
-def _moments(family: PositiveFeatures, query: Tensor, key: Tensor, call: AttentionCall) -> Moments:
+def moments_of(family: PositiveFeatures, query: Tensor, key: Tensor, call: AttentionCall) -> Moments:
     """Computes statistics of x and y for each sequence and key head; the query heads of a key head are pooled."""
     groups, query_mask = query.shape[1] // key.shape[1], call.query_padding(query.shape[2], key.shape[2])
     masks = (

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from favor.attention.functional import SEQUENCE_GROUPS, AttentionCall
-from favor.attention.linear import key_bias, prepared, query_bias
+from favor.attention.linear import key_bias, moments_of, prepared, query_bias
 from favor.features import Moments, PositiveFeatures
 from favor.kernels.operands import Operands
 from favor.kernels.ops import attention_and_normaliser
@@ -51,7 +51,7 @@ def sequence_parallel(mesh: Any) -> Iterator[None]:
         True
         >>> torch.distributed.destroy_process_group()
     """
-    SEQUENCE_GROUPS.append(mesh.get_group() if hasattr(mesh, "get_group") else mesh)
+    SEQUENCE_GROUPS.append(_group_of(mesh))
     try:
         yield
     finally:
@@ -80,7 +80,7 @@ def shard(inputs: dict[str, Tensor], mesh: Any, *, is_causal: bool = False) -> d
         dict_keys(['input_ids', 'position_ids'])
         >>> torch.distributed.destroy_process_group()
     """
-    group = mesh.get_group() if hasattr(mesh, "get_group") else mesh
+    group = _group_of(mesh)
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     inputs = dict(inputs)
     like = next(iter(inputs.values()))
@@ -93,6 +93,10 @@ def shard(inputs: dict[str, Tensor], mesh: Any, *, is_causal: bool = False) -> d
     piece = length // size
     some = slice(rank * piece, (rank + 1) * piece)
     return {name: tensor[:, some].contiguous() for name, tensor in inputs.items()}
+
+
+def _group_of(mesh: Any) -> Any:
+    return mesh.get_group() if hasattr(mesh, "get_group") else mesh
 
 
 class _Gathered(torch.autograd.Function):
@@ -155,8 +159,9 @@ def _by_features(
     bias = key_bias(family.alpha, key, parameters, call.scale, seen, None)
     weight, mean = _state(key, to_key, bias, value)
     states = gathered(torch.cat([weight.unsqueeze(-1), mean], -1), group)
+    weights, means = states[..., 0].clamp(min=_NOTHING), states[..., 1:]
     if not (call.is_causal or call.window):
-        weight, mean = _joined(states, torch.ones(len(states), dtype=torch.bool, device=states.device))
+        weight, mean = _joined(weights, means)
         return _read(query, to_query, offset + weight, mean)[0].to(query.dtype)
     own, options = None, dict[str, Any]()
     if call.window:  # the normaliser is then without the query bias, as that of features is
@@ -164,19 +169,19 @@ def _by_features(
         options = {"window": call.window, "scale": call.scale}
     operands = Operands(query, key, value, to_query, to_key, offset, bias, own)
     out, lse, *_ = attention_and_normaliser(operands, call.kernel, is_causal=call.is_causal, **options)
-    rank, place = dist.get_rank(group), torch.arange(len(states), device=states.device)
-    weight, mean = _joined(states, place < rank if call.is_causal else place != rank)
+    rank, place = dist.get_rank(group), torch.arange(len(states), device=states.device).view(-1, 1, 1, 1)
+    left_out = place >= rank if call.is_causal else place == rank
+    weight, mean = _joined(weights.masked_fill(left_out, _NOTHING), means)
     far, far_lse = _read(query, to_query, offset + weight, mean)
     both = torch.logaddexp(lse, far_lse)
     here, there = ((part - both).exp().unsqueeze(-1) for part in (lse, far_lse))
     return (here * out + there * far).to(query.dtype)
 
 
-def _joined(states: Tensor, kept: Tensor) -> tuple[Tensor, Tensor]:
-    """Joins the states `[n, B, Hk, M, 1 + dv]` of some processes, by `kept` `[n]`: gives log weight and mean value."""
-    weights = states[..., 0].masked_fill(~kept.view(-1, 1, 1, 1), _NOTHING).clamp(min=_NOTHING)
+def _joined(weights: Tensor, means: Tensor) -> tuple[Tensor, Tensor]:
+    """Joins states of several sets of keys, log weights `[n, ...]` and mean values `[n, ..., dv]`."""
     total = weights.logsumexp(0)
-    return total, ((weights - total).exp().unsqueeze(-1) * states[..., 1:]).sum(0)
+    return total, ((weights - total).exp().unsqueeze(-1) * means).sum(0)
 
 
 def _with_parameters(
@@ -190,22 +195,13 @@ def _with_parameters(
             f"{family.name} fits its parameters to the attention of whole sequences. Inside sequence_parallel call "
             "favor.calibrate first, or take sderf or aderf."
         )
-    masks = (call.query_padding(query.shape[2], key.shape[2]), call.key_mask)
-    pooled = []
-    for rows, mask, groups in zip((query, key), masks, (query.shape[1] // key.shape[1], 1), strict=True):
-        shared = rows.unflatten(1, (-1, groups)).flatten(2, 3)
-        kept = None if mask is None else mask[:, None].repeat(1, 1, groups)
-        moments = family.moments(shared, shared, kept, kept, scale=call.scale)
-        count = mask.sum(1) if mask is not None else torch.full((len(rows),), rows.shape[2], device=rows.device)
-        counts = gathered(count.to(moments.mean_x), group)
-        share = (counts / counts.sum(0).clamp(min=1))[:, :, None, None]
-        means, covs = gathered(moments.mean_x, group), gathered(moments.cov_x, group)
-        mean = (share * means).sum(0)
-        apart = means - mean
-        cov = (share.unsqueeze(-1) * (covs + apart.unsqueeze(-1) * apart.unsqueeze(-2))).sum(0)
-        pooled.append((mean, cov))
-    (mean_x, cov_x), (mean_y, cov_y) = pooled
-    return replace(call, parameters=family.fit_moments(Moments(mean_x, mean_y, cov_x, cov_y)))
+    moments = Moments(*(gathered(own, group) for own in moments_of(family, query, key, call).tensors()))
+    shares = []
+    for rows, mask in ((query, call.query_padding(query.shape[2], key.shape[2])), (key, call.key_mask)):
+        number = torch.full((len(rows),), rows.shape[2], device=rows.device) if mask is None else mask.sum(1)
+        counts = gathered(number.to(moments.mean_x), group).unsqueeze(-1)
+        shares.append(counts / counts.sum(0).clamp(min=1))
+    return replace(call, parameters=family.fit_moments(Moments.pooled_apart(moments, *shares)))
 
 
 def _in_parts(function: Any, *tensors: Tensor) -> list[Any]:
@@ -224,9 +220,7 @@ def _state(key: Tensor, to_key: Tensor, bias: Tensor, value: Tensor) -> tuple[Te
         weight = logits.clamp(min=_NOTHING).logsumexp(2)
         return weight, (logits - weight.unsqueeze(2)).exp().mT @ value.to(bias.dtype)
 
-    weights, means = map(torch.stack, zip(*_in_parts(summed, key, bias, value), strict=True))
-    total = weights.logsumexp(0)
-    return total, ((weights - total).exp().unsqueeze(-1) * means).sum(0)
+    return _joined(*map(torch.stack, zip(*_in_parts(summed, key, bias, value), strict=True)))
 
 
 def _read(query: Tensor, to_query: Tensor, weight: Tensor, mean: Tensor) -> tuple[Tensor, Tensor]:

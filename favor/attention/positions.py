@@ -9,7 +9,6 @@ that hold their positions. A family says how in a function that is marked with `
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import groupby
@@ -23,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 from favor.attention.functional import AttentionCall
 from favor.features import Parameters
 from favor.kernels.dispatch import is_tracing
+from favor.kernels.eager.common import Buffer
 from favor.registry import Family
 
 ROWS = 64  # queries of a block
@@ -304,15 +304,15 @@ def _attend(
     (make, step), relative = found, call.relative
     (batch, number, length), groups = query.shape[:3], query.shape[1] // key.shape[1]
     if not length:
-        return value.repeat_interleave(groups, 1)
+        return for_each_query(value, groups)
     reach, step = max(relative.left, call.window), step if call.is_causal else 1
     behind = 0 if call.is_causal else -(-max(relative.right, call.window) // ROWS)
     blocks = Blocks(-(-length // ROWS), length, -(-reach // ROWS), behind, call.is_causal, step)
     asking_far, answering_far = relative.far(query, key)
     far = make(family, asking_far, answering_far, value, blocks, call)
-    key, value = (tensor.repeat_interleave(groups, 1) if groups > 1 else tensor for tensor in (key, value))
+    key, value = (for_each_query(tensor, groups) for tensor in (key, value))
     field = _Near(query, key, value, relative.near(blocks.most * ROWS), blocks)
-    asking_rows, memory = in_rows(asking_far.flatten(0, 1), blocks), _Memory()
+    asking_rows, memory = in_rows(asking_far.flatten(0, 1), blocks), tuple(Buffer(query) for _ in range(3))
 
     def attend(some: slice) -> Tensor:
         near, table = field.columns(some)
@@ -325,39 +325,35 @@ def _attend(
     return torch.cat(outs, 1).flatten(1, 2)[:, :length].unflatten(0, (batch, number))
 
 
+def for_each_query(tensor: Tensor, groups: int) -> Tensor:
+    """Repeats what belongs to key heads, `[B, Hk, ...]`, for the query heads of each."""
+    return tensor if groups == 1 else tensor.repeat_interleave(groups, 1)
+
+
 def in_rows(tensor: Tensor, blocks: Blocks) -> Tensor:
     """Cuts `[N, L, w]` into blocks, `[N, Z, 64, w]`, with zeros at the end."""
     return pad(tensor, (0, 0, 0, blocks.number * ROWS - tensor.shape[1])).unflatten(1, (-1, ROWS))
 
 
-class _Memory:
-    """Joins the columns of one piece after another in the same memory: a CPU's system clears all that it gives anew."""
-
-    def __init__(self) -> None:
-        self.held: dict[str, Tensor] = {}
-
-    def join(self, name: str, parts: list[Tensor], dimension: int, dtype: torch.dtype) -> Tensor:
-        """Joins tensors; what this name stood for before is lost."""
-        if parts[0].device.type != "cpu" or is_tracing(*parts):
-            return torch.cat(parts, dimension).to(dtype)
-        shape = list(parts[0].shape)
-        shape[dimension] = sum(part.shape[dimension] for part in parts)
-        held, number = self.held.get(name), math.prod(shape)
-        if held is None or held.numel() < number:
-            self.held[name] = held = torch.empty(number, dtype=dtype)
-        return torch.cat(parts, dimension, out=held[:number].view(shape))
+def _joined(memory: Buffer, parts: list[Tensor], dimension: int) -> Tensor:
+    """Joins tensors; on a CPU in memory that serves one piece after another, as fresh pages cost more than the copy."""
+    if parts[0].device.type != "cpu" or is_tracing(*parts):
+        return torch.cat(parts, dimension)
+    shape = list(parts[0].shape)
+    shape[dimension] = sum(part.shape[dimension] for part in parts)
+    return torch.cat(parts, dimension, out=memory.empty(*shape))
 
 
-def _softmax(query: Tensor, columns: list[Columns], scale: float, memory: _Memory) -> Tensor:
+def _softmax(query: Tensor, columns: list[Columns], scale: float, memory: tuple[Buffer, ...]) -> Tensor:
     """Attends with blocks `[N, Z, R, w]` to all columns; keys that are narrower meet the first entries of queries."""
     lead = (*query.shape[:3], -1)
     widths = {tensor.shape[-1] for own in columns for tensor in own[:2]}
     if not torch.is_grad_enabled() and widths == {query.shape[-1]}:
         shape = query.shape[:2]
         keys, values = ([own[n].expand(*shape, -1, -1) for own in columns] for n in (0, 1))
-        key, value = memory.join("key", keys, 2, query.dtype), memory.join("value", values, 2, query.dtype)
-        bias = memory.join("bias", [own.bias.expand(*lead) for own in columns], -1, query.dtype)
-        rows, key, value, bias = (tensor.flatten(0, 1).unsqueeze(1) for tensor in (query, key, value, bias))
+        wholes = zip(memory, (keys, values, [own.bias.expand(*lead) for own in columns]), (2, 2, 3), strict=True)
+        joined = (_joined(*whole).to(query.dtype) for whole in wholes)
+        rows, key, value, bias = (tensor.flatten(0, 1).unsqueeze(1) for tensor in (query, *joined))
         return scaled_dot_product_attention(rows, key, value, attn_mask=bias, scale=scale).view(*lead)
     logits = [(query[..., : own.key.shape[-1]] @ own.key.mT).to(own.bias.dtype) * scale + own.bias for own in columns]
     weights = torch.cat(logits, -1).softmax(-1).to(query.dtype).split([part.shape[-1] for part in logits], -1)

@@ -65,13 +65,21 @@ class Moments:
     def pooled(cls, moments: Moments, weights: Tensor) -> Moments:
         """Pools moments, given those of n sets (first dimension) and the weight of each set `[n]`."""
         share = weights.to(moments.mean_x) / weights.sum().to(moments.mean_x)
+        share = share.view(-1, *(1,) * (moments.mean_x.ndim - 2))
+        return cls.pooled_apart(moments, share, share)
 
-        def pool(mean: Tensor, cov: Tensor) -> tuple[Tensor, Tensor]:
-            centre = torch.tensordot(share, mean, dims=1)
+    @classmethod
+    def pooled_apart(cls, moments: Moments, share_x: Tensor, share_y: Tensor) -> Moments:
+        """Pools moments of n sets (first dimension) by shares of x and of y, `[n, ...]`, which add up to 1."""
+
+        def pool(mean: Tensor, cov: Tensor, share: Tensor) -> tuple[Tensor, Tensor]:
+            centre = (share.unsqueeze(-1) * mean).sum(0)
             apart = mean - centre
-            return centre, torch.tensordot(share, cov + apart.unsqueeze(-1) * apart.unsqueeze(-2), dims=1)
+            scatter = cov + apart.unsqueeze(-1) * apart.unsqueeze(-2)
+            return centre, (share[..., None, None] * scatter).sum(0)
 
-        return cls(*_interleave(pool(moments.mean_x, moments.cov_x), pool(moments.mean_y, moments.cov_y)))
+        x, y = pool(moments.mean_x, moments.cov_x, share_x), pool(moments.mean_y, moments.cov_y, share_y)
+        return cls(*_interleave(x, y))
 
     def scaled(self, scale: float) -> Moments:
         """Gives the moments of sqrt(scale) x and sqrt(scale) y."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -24,11 +24,6 @@ from favor.kernels.dispatch import is_tracing
 
 OBSERVER = "favor_observe"  # backend of `favor.integrations.adapt.observe`
 _FRAMES = 2**13  # of audio that pass the convolutions at a time
-# Functions of the families of Wav2Vec2-BERT and Wav2Vec2-Conformer, by name.
-_FUNCTIONS = {
-    "_apply_relative_key_position_encoding": "_relative_keys",
-    "_apply_relative_position_encoding": "_relative_waves",
-}
 
 
 def adopt(model: nn.Module) -> None:
@@ -36,27 +31,34 @@ def adopt(model: nn.Module) -> None:
     for module in model.modules():
         kind: Any = type(module)
         if "past_seen_tokens" in _parameters(getattr(kind, "compute_bias", None)):
-            wrap_once(kind, "compute_bias", _bucketed)
+            _wrap(kind, "compute_bias", _bucketed)
             if "position_bias" in _parameters(kind.forward):
-                wrap_once(kind, "forward", _without_zeros)
+                _wrap(kind, "forward", _without_zeros)
         for name, around in _FUNCTIONS.items() if hasattr(module, "position_embeddings_type") else ():
             space = sys.modules[kind.__module__]
             if hasattr(space, name):
-                wrap_once(space, name, globals()[around])
+                _wrap(space, name, around)
         if kind.__name__ == "ParakeetEncoderAttention":
-            wrap_once(kind, "forward", _parakeet_attention)
+            _wrap(kind, "forward", _parakeet_attention)
         elif kind.__name__ == "ParakeetEncoderRelPositionalEncoding":
-            wrap_once(kind, "forward", _no_waves)
+            _wrap(kind, "forward", _no_waves)
         elif kind.__name__ == "ParakeetEncoder":
-            wrap_once(kind, "_get_output_attention_mask", _parakeet_padding)
+            _wrap(kind, "_get_output_attention_mask", _parakeet_padding)
             before: Any = module.subsampling
             before.favor_config = module.config
-            wrap_once(type(before), "forward", _in_pieces)
+            _wrap(type(before), "forward", _in_pieces)
 
 
-def _runs(config: Any) -> bool:
-    name = config._attn_implementation
-    return name in registry.BACKENDS or name == OBSERVER
+def _wrap(owner: Any, name: str, around: Callable[..., Any]) -> None:
+    """Puts `around` around a method or a function of a layer, once; it is called while a FAVOR backend runs."""
+
+    def chosen(original: Any, layer: Any, *args: Any, **kwargs: Any) -> Any:
+        config = layer.favor_config if hasattr(layer, "favor_config") else layer.config
+        if config._attn_implementation in registry.BACKENDS or config._attn_implementation == OBSERVER:
+            return around(original, layer, *args, **kwargs)
+        return original(layer, *args, **kwargs)
+
+    wrap_once(owner, name, chosen)
 
 
 def _parameters(function: Any) -> Collection[str]:
@@ -72,8 +74,6 @@ def gives_tables(layer: nn.Module) -> bool:
 
 def _bucketed(original: Any, layer: Any, length: int, keys: int, *args: Any, **kwargs: Any) -> Any:
     """Gives the biases of T5's buckets by distance: behind the largest one all are equal (Raffel et al., 2020)."""
-    if not _runs(layer.config):
-        return original(layer, length, keys, *args, **kwargs)
     most = layer.relative_attention_max_distance
     right = 0 if layer.is_decoder else most
     table = original(layer, 1, most + 1 + right, past_seen_tokens=most)[0, :, 0]
@@ -83,15 +83,13 @@ def _bucketed(original: Any, layer: Any, length: int, keys: int, *args: Any, **k
 def _without_zeros(original: Any, layer: Any, *args: Any, **kwargs: Any) -> Any:
     """Gives layers without positions, such as cross attention, one zero, where they would make one for each pair."""
     missing = len(args) < 4 and kwargs.get("position_bias") is None
-    if missing and not layer.has_relative_attention_bias and _runs(layer.config):
+    if missing and not layer.has_relative_attention_bias:
         kwargs["position_bias"] = next(layer.parameters()).new_zeros(1, 1, 1, 1)
     return original(layer, *args, **kwargs)
 
 
 def _relative_keys(original: Any, layer: Any, query: Tensor, key: Tensor) -> Any:
     """Gives the products of queries with the embeddings of clipped distances (Shaw et al., 2018)."""
-    if not _runs(layer.config):
-        return original(layer, query, key)
     answers = layer.distance_embedding.weight.to(query.dtype).unsqueeze(0)
     reach = (layer.left_max_position_embeddings, layer.right_max_position_embeddings)
     return query, Clipped(query * layer.scaling, answers, *reach)
@@ -99,8 +97,6 @@ def _relative_keys(original: Any, layer: Any, query: Tensor, key: Tensor) -> Any
 
 def _relative_waves(original: Any, layer: Any, query: Tensor, key: Tensor, position: Tensor) -> Any:
     """Gives the positions of Transformer-XL."""
-    if not _runs(layer.config):
-        return original(layer, query, key, position)
     content, asked = (query + bias[None, :, None] for bias in (layer.pos_bias_u, layer.pos_bias_v))
     return content, _waves(layer, asked, layer.linear_pos.weight, layer.scaling)
 
@@ -120,8 +116,6 @@ def _parakeet_attention(
     **kwargs: Any,
 ) -> Any:
     """Computes the attention of FastConformer (Rekesh et al., 2023) without biases of all pairs."""
-    if not _runs(layer.config):
-        return original(layer, hidden_states, position_embeddings, attention_mask, **kwargs)
     shape = (*hidden_states.shape[:2], -1, layer.head_dim)
     query, key, value = (
         project(hidden_states).view(shape).transpose(1, 2) for project in (layer.q_proj, layer.k_proj, layer.v_proj)
@@ -148,7 +142,14 @@ def _parakeet_attention(
 
 def _no_waves(original: Any, layer: Any, hidden_states: Tensor) -> Tensor:
     """Gives nothing for the sines and cosines of all distances `[B, 2 L - 1, D]`, which `Sinusoidal` makes itself."""
-    return hidden_states[:, :0] if _runs(layer.config) else original(layer, hidden_states)
+    return hidden_states[:, :0]
+
+
+# Functions of the families of Wav2Vec2-BERT and Wav2Vec2-Conformer.
+_FUNCTIONS: dict[str, Callable[..., Any]] = {
+    "_apply_relative_key_position_encoding": _relative_keys,
+    "_apply_relative_position_encoding": _relative_waves,
+}
 
 
 class _Padding:
@@ -181,14 +182,13 @@ class _Padding:
 
 
 def _parakeet_padding(original: Any, encoder: Any, *args: Any, **kwargs: Any) -> Any:
-    real = original(encoder, *args, **kwargs)
-    return _Padding(real) if _runs(encoder.config) else real
+    return _Padding(original(encoder, *args, **kwargs))
 
 
 def _in_pieces(original: Any, layer: Any, input_features: Tensor, attention_mask: Tensor | None = None) -> Tensor:
     """Gives what the convolutions give for all frames at once, but holds what they need for some."""
     factor, frames = layer.stride**layer.num_layers, input_features.shape[1]
-    if frames <= _FRAMES or layer.kernel_size > layer.stride + 1 or not _runs(layer.favor_config):
+    if frames <= _FRAMES or layer.kernel_size > layer.stride + 1:
         return original(layer, input_features, attention_mask)
     outs = []
     for first in range(0, frames, _FRAMES):

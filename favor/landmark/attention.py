@@ -75,12 +75,7 @@ def attend(family: Landmarks, query: Tensor, key: Tensor, value: Tensor, call: A
     is_one_operator = is_fused(call.kernel, query, value)
     if is_one_operator and not call.is_causal:
         return bidirectional.fused(query, key, value, call)
-    if call.key_mask is not None:
-        hidden = ~call.key_mask[:, None, :, None]
-        key, value = key.masked_fill(hidden, 0.0), value.masked_fill(hidden, 0.0)  # whatever padding holds
-    if query.device.type == "cpu":
-        raised = torch.promote_types(query.dtype, torch.float32)
-        query, key, value = query.to(raised), key.to(raised), value.to(raised)
+    query, key, value = ready(query, key, value, call)
     if call.state is not None:
         return kept.attention(query, key, value, call)
     if is_one_operator and length == keys:
@@ -102,3 +97,14 @@ def attend(family: Landmarks, query: Tensor, key: Tensor, value: Tensor, call: A
         kernel=call.kernel,
     )
     return out.view(batch, heads, length, -1)
+
+
+def ready(query: Tensor, key: Tensor, value: Tensor, call: AttentionCall) -> tuple[Tensor, Tensor, Tensor]:
+    """Puts zeros for padded keys and values, and raises half precision on a CPU."""
+    if call.key_mask is not None:
+        hidden = ~call.key_mask[:, None, :, None]
+        key, value = key.masked_fill(hidden, 0.0), value.masked_fill(hidden, 0.0)  # whatever padding holds
+    if query.device.type == "cpu":
+        raised = torch.promote_types(query.dtype, torch.float32)
+        query, key, value = query.to(raised), key.to(raised), value.to(raised)
+    return query, key, value

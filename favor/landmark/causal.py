@@ -98,6 +98,12 @@ def past_of(query: Tensor, key: Tensor, value: Tensor, past: Tensor, is_whole: b
             write(samples, slot, query)
             voting = query[:, :, :1]
             write(samples, past.unsqueeze(1) // BLOCK * (BLOCK // STEP), voting)
+    return past_with(samples, voting, key, value)
+
+
+def past_with(samples: Tensor, voting: Tensor, key: Tensor, value: Tensor) -> Past:
+    """Gathers what queries read, given the samples, and those that choose coordinates."""
+    with torch.no_grad():
         kept = coordinates(voting, _first(key, BLOCK))
         index = indexed(key, kept)
     precision = torch.promote_types(key.dtype, torch.float32)

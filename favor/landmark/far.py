@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from favor.attention.functional import AttentionCall
-from favor.attention.positions import ROWS, Blocks, Columns, Far, far_field, in_rows
+from favor.attention.positions import ROWS, Blocks, Columns, Far, far_field, for_each_query, in_rows
 from favor.kernels.chosen import log_left
 from favor.landmark import causal
 from favor.landmark.attention import Landmarks
@@ -25,7 +25,7 @@ from favor.landmark.sorting import order_of
 def far(family: Landmarks, query: Tensor, key: Tensor, value: Tensor, blocks: Blocks, call: AttentionCall) -> Far:
     """Makes landmarks of keys `[B, Hk, L, w]`, for queries `[B, H, L, w]`."""
     groups = query.shape[1] // key.shape[1]
-    key, value = (tensor.repeat_interleave(groups, 1) if groups > 1 else tensor for tensor in (key, value))
+    key, value = (for_each_query(tensor, groups) for tensor in (key, value))
     kind = _Sections if blocks.is_causal else _Nodes
     return kind(query.flatten(0, 1), key.flatten(0, 1), value.flatten(0, 1), blocks, call)
 

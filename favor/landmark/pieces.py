@@ -10,8 +10,8 @@ from torch import Tensor
 
 from favor.attention.functional import AttentionCall
 from favor.attention.parallel import gathered
-from favor.kernels.exported import in_blocks
 from favor.landmark import causal
+from favor.landmark.attention import ready
 
 
 def attention(query: Tensor, key: Tensor, value: Tensor, call: AttentionCall, group: Any) -> Tensor:
@@ -26,19 +26,9 @@ def attention(query: Tensor, key: Tensor, value: Tensor, call: AttentionCall, gr
             f"inside sequence_parallel landmarks need pieces of a multiple of {causal.BLOCK} tokens; this one has "
             f"{length}."
         )
-    if call.key_mask is not None:
-        hidden = ~call.key_mask[:, None, :, None]
-        key, value = key.masked_fill(hidden, 0.0), value.masked_fill(hidden, 0.0)  # whatever padding holds
-    if query.device.type == "cpu":
-        raised = torch.promote_types(given, torch.float32)
-        query, key, value = query.to(raised), key.to(raised), value.to(raised)
+    query, key, value = ready(query, key, value, call)
     every, number = query[:, :, :: causal.STEP], causal.BLOCK // causal.STEP
     key, value, samples = (gathered(own, group).movedim(0, 2).flatten(2, 3) for own in (key, value, every))
-    with torch.no_grad():
-        kept = causal.coordinates(samples[:, :, :number], key[:, :, : causal.BLOCK])
-        index = causal.indexed(key, kept)
-    precision = torch.promote_types(key.dtype, torch.float32)
-    far_key, far_value = (in_blocks(own, causal.SECTION).sum(3, dtype=precision) for own in (key, value))
-    known = causal.Past(key, value, far_key, far_value, samples.detach(), kept, index)
+    known = causal.past_with(samples.detach(), samples[:, :, :number].detach(), key, value)
     past = torch.full((batch,), dist.get_rank(group) * length, device=query.device)
     return causal.read_past(known, query, past, False, call.selected_keys, call.scale, call.kernel).to(given)

@@ -7,6 +7,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import favor
+from favor.attention import Clipped
+from favor.integrations.positions import detect
 
 SMALL = {"d_model": 32, "d_kv": 8, "num_layers": 2, "num_heads": 4, "d_ff": 32, "vocab_size": 40, "dropout_rate": 0.0}
 EXACT = {"exact_below": 0, "selected_keys": 2048}
@@ -140,3 +142,15 @@ def test_biases_of_other_kinds_are_refused():
     favor.configure(model, "landmark", exact_below=0, selected_keys=64)
     with pytest.raises(ValueError, match=r"a position bias for each pair \(argument position_bias\)"):
         model(**inputs)
+
+
+def test_biases_of_all_pairs_are_read_where_they_depend_on_the_distance_alone():
+    torch.manual_seed(0)
+    known = Clipped(torch.ones(1, 1, 1, 1), torch.randn(2, 8, 1), 4, 3)
+    dense = known.dense(50, 50)
+    found = detect(dense.expand(3, -1, -1, -1))
+    assert (found.left, found.right) == (4, 3)
+    assert torch.equal(found.dense(90, 90), known.dense(90, 90))
+    dense[0, 1, 20, 30] += 1
+    assert detect(dense) is None
+    assert detect(torch.cat([known.dense(50, 50), dense])) is None
