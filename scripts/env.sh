@@ -19,7 +19,7 @@ if [ "$(cat $environment/installed 2>/dev/null)" != "$requirements" ]; then
     echo "installing into $environment (a few minutes, once)"
     [ -x $environment/bin/pip ] || "$python" -m venv --clear $environment
     echo "$constraints" > $environment/constraints.txt
-    $environment/bin/python -m pip install --quiet -c $environment/constraints.txt -e '.[dev]'
+    $environment/bin/python -m pip install --quiet --no-compile -c $environment/constraints.txt -e '.[dev]'
     echo "$requirements" > $environment/installed
 fi
 export PATH="$PWD/$environment/bin:$PATH"

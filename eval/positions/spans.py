@@ -27,9 +27,10 @@ SHAPE: dict[str, Any] = {"d_model": 192, "d_kv": 48, "num_heads": 4, "d_ff": 512
 SHAPE |= {"num_layers": 4, "num_decoder_layers": 2, "decoder_start_token_id": 0}
 SHAPE |= {"tie_word_embeddings": False}  # tied, but logits are not scaled, as in T5 1.1
 BIASES = "relative_attention_bias"
-# Tokens of the encoder, sequences of a batch, steps. Biases of distances learn in the first stage alone: without their
-# gradients SDPA keeps no L x L logits.
-STAGES = ((256, 8, 1000), (512, 4, 1000), (2048, 1, 250))
+# Tokens of the encoder, sequences of a batch, steps, share of hidden bytes. Half of the bytes are hidden first, as UL2
+# does (Tay et al., 2022): then a step has many labels. Biases of distances learn in the first stage alone: without
+# their gradients SDPA keeps no L x L logits.
+STAGES = ((192, 16, 2500, 0.5), (512, 4, 500, HIDDEN), (2048, 1, 150, HIDDEN))
 
 
 def read_bytes(path: Path) -> Tensor:
@@ -37,16 +38,16 @@ def read_bytes(path: Path) -> Tensor:
     return torch.frombuffer(bytearray(read_text(path).encode()), dtype=torch.uint8).long() + FIRST_BYTE
 
 
-def corrupted_length(length: int) -> tuple[int, int, int]:
+def corrupted_length(length: int, share: float = HIDDEN) -> tuple[int, int, int]:
     """Gives how many of `length` bytes are hidden, in how many spans, and the tokens that the encoder reads."""
-    hidden = round(HIDDEN * length)
+    hidden = round(share * length)
     spans = max(1, round(hidden / SPAN))
     return hidden, spans, length - hidden + spans + 1
 
 
-def corrupt(ids: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+def corrupt(ids: Tensor, generator: torch.Generator, share: float = HIDDEN) -> tuple[Tensor, Tensor]:
     """Hides spans of tokens `[n]`: gives what the encoder reads and what the decoder shall write."""
-    hidden, spans, _ = corrupted_length(len(ids))
+    hidden, spans, _ = corrupted_length(len(ids), share)
 
     def parts(total: int) -> list[int]:
         cuts = (torch.randperm(total - 1, generator=generator)[: spans - 1] + 1).sort().values.tolist()
@@ -62,9 +63,9 @@ def corrupt(ids: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
     return torch.cat([*inputs, ids.new_tensor([END])]), torch.cat([*labels, ids.new_tensor([END])])
 
 
-def bytes_of(tokens: int) -> int:
+def bytes_of(tokens: int, share: float = HIDDEN) -> int:
     """Gives how many bytes make so many tokens of the encoder, or one less."""
-    return max(length for length in range(tokens, 2 * tokens) if corrupted_length(length)[2] <= tokens)
+    return max(length for length in range(tokens, 3 * tokens) if corrupted_length(length, share)[2] <= tokens)
 
 
 def train(text: Tensor) -> T5ForConditionalGeneration:
@@ -76,18 +77,18 @@ def train(text: Tensor) -> T5ForConditionalGeneration:
     for name, parameter in model.named_parameters():
         if name.endswith(WRITERS):
             parameter.data.mul_(SMALLER)
-    generator, total = torch.Generator().manual_seed(SEED), sum(steps for *_, steps in STAGES)
+    generator, total = torch.Generator().manual_seed(SEED), sum(steps for _, _, steps, _ in STAGES)
     rates = {name: RATE_OF_BIASES if BIASES in name else RATE for name, _ in model.named_parameters()}
     groups = [{"params": [own], "lr": rates[name]} for name, own in model.named_parameters()]
     optimizer = torch.optim.AdamW(groups, weight_decay=0.01)
     pace = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: min((n + 1) / WARMUP, 1 - n / total))
-    for number, (tokens, batch, steps) in enumerate(STAGES):
+    for number, (tokens, batch, steps, share) in enumerate(STAGES):
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(number == 0 or BIASES not in name)
-        width, losses = bytes_of(tokens), []
+        width, losses = bytes_of(tokens, share), []
         for step in range(1, steps + 1):
             places = torch.randint(len(text) - width, (batch,), generator=generator).tolist()
-            pairs = [corrupt(text[place : place + width], generator) for place in places]
+            pairs = [corrupt(text[place : place + width], generator, share) for place in places]
             inputs, labels = (torch.stack(own) for own in zip(*pairs, strict=True))
             with torch.autocast("cpu", torch.bfloat16):
                 loss = model(input_ids=inputs, labels=labels).loss

@@ -112,8 +112,7 @@ class HeadOptimizer(Optimizer):
                 f"{name} needs a head with at least 2 outputs and nothing frozen, got {head.out_features} outputs and "
                 f"{', '.join(frozen) or 'nothing'} frozen."
             )
-        others = [type(module).__name__ for module in holders(head.weight) if module is not head]
-        if others:
+        if others := [type(module).__name__ for module in other_holders(head)]:
             raise ValueError(
                 f"the head's weight is also held by {', '.join(others)}: the bound covers the softmax alone. Untie "
                 "them (tie_word_embeddings=False) or leave the head to another optimizer."
@@ -282,10 +281,13 @@ def checked_rows(x: Tensor, weight: Tensor | None, width: int) -> tuple[Tensor, 
     return rows, flat
 
 
-def holders(parameter: Tensor) -> list[nn.Module]:
-    """Lists the modules, of all that exist, that hold a parameter as their own."""
-    modules = (thing for thing in gc.get_objects() if issubclass(type(thing), nn.Module))
-    return [m for m in modules if any(p is parameter for p in m.__dict__.get("_parameters", {}).values())]
+def other_holders(head: nn.Linear) -> list[nn.Module]:
+    """Lists the modules, of all that exist, that hold the weight of a head too."""
+    others = [own for own in gc.get_referrers(head.weight) if isinstance(own, dict) and own is not head._parameters]
+    if not others:  # to look at each object takes seconds where there are millions
+        return []
+    modules = (thing for thing in gc.get_objects() if issubclass(type(thing), nn.Module) and thing is not head)
+    return [own for own in modules if any(part is head.weight for part in own.__dict__.get("_parameters", {}).values())]
 
 
 def precision(head: nn.Linear) -> torch.dtype:
