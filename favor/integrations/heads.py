@@ -48,8 +48,8 @@ def with_whole_sequences(
     sees = _whole_visibility(module, tensors, mask, kwargs, group)
     around, own = share_of(module, number) or Share(0, number, number), number // size
     share = Share(around.first + rank * own, own, around.total)
-    bias = relative_of(module, kwargs.pop("position_bias", None))
-    if bias is not None:
+    bias = kwargs.pop("position_bias", None)
+    if relative_of(module, bias) is not None:
         kwargs["position_bias"] = _positions(bias, tensors[0], rank, group)
     query, key, value = (exchanged(tensor, group) for tensor in tensors)
     shown = torch.ones(1, dtype=torch.bool, device=key.device).expand(len(key), 1, 1, key.shape[2])
@@ -61,24 +61,21 @@ def _whole_visibility(
     module: nn.Module, tensors: tuple[Tensor, Tensor, Tensor], mask: Tensor | None, kwargs: dict[str, Any], group: Any
 ) -> Visibility:
     """Tells which keys whole sequences see, from the mask of a piece, which keeps the answer for other layers."""
-    known: Visibility | None = getattr(mask, _WHOLE, None)
-    if known is not None:
-        return known
     query, key, _ = tensors
     packed = kwargs.get("cu_seq_lens_q") is not None or kwargs.get("cu_seq_lens_k") is not None
     shape = (len(query), query.shape[2], key.shape[2])
     sees = visibility(module, mask, kwargs["is_causal"], shape, kwargs.get("sliding_window"), packed)
-    has_past = (
-        hasattr(key, CACHE_LAYER) or kwargs.get("favor_state") is not None or (sees.causal and shape[1] < shape[2])
-    )
+    has_past = hasattr(key, CACHE_LAYER) or kwargs.get("favor_state") is not None
+    has_past = has_past or (sees.causal and shape[1] < shape[2])
     if has_past or sees.dense:
         what = "a cache or state" if has_past else "a mask of all pairs of tokens"
         raise ValueError(
             f"sequence_parallel(heads=True) joins pieces of sequences, and {type(module).__name__} got {what}, which "
             "belongs to one piece. Leave it out, or run whole sequences in one process."
         )
-    if packed:
-        return sees
+    known: Visibility | None = sees if packed else getattr(mask, _WHOLE, None)
+    if known is not None:
+        return known
     real = torch.ones(shape[::2], dtype=torch.bool, device=key.device) if sees.padding is None else sees.padding
     real = gathered(real.to(torch.uint8), group).movedim(0, 1).flatten(1).to(torch.bool)
     counts = () if is_tracing(real) else real.sum(1).tolist()  # a GPU waits here, once per mask
