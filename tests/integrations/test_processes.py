@@ -14,6 +14,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import favor
+from favor.integrations.layer import attention_modules, change_state, stored_choice
 from favor.models.bert import PerformerBertConfig, PerformerBertForSequenceClassification
 from favor.models.conformer import ConformerForCTC
 from favor.optim import CombinedOptimizer, SoftmaxBound
@@ -26,13 +27,15 @@ MASK = torch.ones_like(IDS)
 MASK[0, 50:] = MASK[1, 20:] = 0  # one of them without a token in the second piece
 
 
-def text_model(kind, config, backend, calibrated=False, exact_heads=(), **options):
+def text_model(kind, config, backend, calibrated=False, exact_head=None, **options):
     torch.manual_seed(0)
     model = kind(config).eval()
     favor.configure(model, backend, **{"exact_below": 0, "num_features": 8, **options})
     if calibrated:
         favor.calibrate(model, [{"input_ids": IDS}])
         favor.configure(model, statistics="calibrated")
+    for module in attention_modules(model).values() if exact_head is not None else ():
+        change_state(module, choice=stored_choice(module) | {"exact_heads": [exact_head]})
     return model
 
 
@@ -61,6 +64,8 @@ HEADS = {
     "statistics of a batch": (bert, "favor#", {}),
     "some rows are exact": (bert, "favor+", {"exact_below": 40}),
     "calibrated": (llama, "favor#", {"calibrated": True}),
+    "an exact head": (bert, "favor#", {"calibrated": True, "exact_head": 2}),
+    "all heads of a process are exact": (llama, "favor+", {"exact_head": 0}),
     "landmarks of a decoder": (llama, "landmark", {"selected_keys": 16}),
     "local layers": (mistral, "landmark", {}),
     "a table of positions": (t5, "landmark", {"selected_keys": 8}),
@@ -91,6 +96,21 @@ def compare_heads(rank, group):
         if not max(errors) < 1e-5:
             wrong[name] = errors
     assert not wrong, wrong
+
+
+def compare_packed(rank, group):
+    """Lengths are those of whole sequences."""
+    ids, lengths = IDS.view(1, -1), torch.tensor([0, 100, 130, 256], dtype=torch.int32)
+    places = torch.cat([torch.arange(100), torch.arange(30), torch.arange(126)]).view(1, -1)
+    packed = {f"cu_seq_lens_{which}": lengths for which in "qk"} | {f"max_length_{which}": 126 for which in "qk"}
+    batch = {"input_ids": ids, "position_ids": places}
+    for backend in ("favor+", "landmark"):
+        model = llama(backend)
+        with torch.no_grad():
+            wanted = model(**batch, **packed, use_cache=False).logits
+            with favor.sequence_parallel(group, heads=True):
+                found = model(**favor.shard(batch, group), **packed, use_cache=False).logits
+        assert (found - wanted.chunk(2, 1)[rank]).abs().max() < 1e-5 * wanted.abs().max()
 
 
 def refuse_in_heads(group):
@@ -168,6 +188,7 @@ def in_two(rank, folder):
     set_small_sections(pytest.MonkeyPatch())
     dist.init_process_group("gloo", init_method=f"file://{folder / 'rendezvous'}", rank=rank, world_size=2)
     compare_heads(rank, dist.group.WORLD)
+    compare_packed(rank, dist.group.WORLD)
     refuse_in_heads(dist.group.WORLD)
     compare_rows(rank, init_device_mesh("cpu", (2,)), folder)
     dist.destroy_process_group()
