@@ -115,13 +115,11 @@ def favor_attention_forward(
         **kwargs: further arguments of the model; refused if they would change the result. `favor_state` is the
             `favor.kernels.StreamState` of causal attention piece by piece; `favor_share` the `Share` of the heads.
     """
-    share = kwargs.pop("favor_share", None)
-    if HEAD_GROUPS and share is None:
+    if HEAD_GROUPS and "favor_share" not in kwargs:
         kwargs |= {"scaling": scaling, "dropout": dropout, "is_causal": is_causal}
         attend = partial(favor_attention_forward, backend, module)
         return with_whole_sequences(attend, module, (query, key, value), attention_mask, kwargs), None
-    bias = kwargs.pop("position_bias", None)
-    relative = None if bias is None else relative_of(module, bias)
+    relative = relative_of(module, kwargs.pop("position_bias", None))
     refuse(kwargs, module)
     lengths = [kwargs.get(name) for name in _LENGTHS]
     packed = lengths[0] is not None or lengths[1] is not None
@@ -134,7 +132,7 @@ def favor_attention_forward(
     if cached is not None and sees.padding is not None:
         sees = sees._replace(padding=sees.padding[:, known - key_length :])
     packing = Packing.of(query, key, sees.causal, *lengths) if packed else None
-    call = Call(module, sees, scaling, dropout, packing, relative, share)
+    call = Call(module, sees, scaling, dropout, packing, relative, kwargs.get("favor_share"))
     name, options = layer_options(module, backend)
     if name is None or sees.reach is not None or sees.dense:
         how = "with a mask of all pairs" if sees.reach is None else f"keys at most {sees.reach} tokens away"
@@ -142,9 +140,8 @@ def favor_attention_forward(
         _account(module, known, account)
         return exact_attention(call, query, key, value, attention_mask), None
 
-    causal = sees.causal
-    plan, choice = _plan(name, tuple(sorted(options.items())), query.device.type, causal), stored_choice(module)
-    if cached is not None and not causal:  # cross attention, whose keys do not grow
+    plan, choice = _plan(name, tuple(sorted(options.items())), query.device.type, sees.causal), stored_choice(module)
+    if cached is not None and not sees.causal:  # cross attention, whose keys do not grow
         cached.keep(key, value)
         cached = None
     state = cached or kwargs.get("favor_state")
@@ -158,7 +155,7 @@ def favor_attention_forward(
 
     counts = key_counts(sees, packing, plan.exact_below) if plan.exact_below else ()
     few, linear = sum(count < plan.exact_below for count in counts), partial(_estimated, name, plan, state)
-    account = _runs(plan, causal, choice.get("window", plan.window))
+    account = _runs(plan, sees.causal, choice.get("window", plan.window))
     if not few:
         _account(module, known, account)
         return linear(call, query, key, value).contiguous(), None
