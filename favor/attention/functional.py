@@ -22,6 +22,8 @@ from favor.registry import Family, get
 _METHODS: dict[type[Any], Callable[..., Tensor]] = {}
 # Processes that share sequences, of `favor.attention.parallel.sequence_parallel`; the innermost are the last.
 SEQUENCE_GROUPS: list[Any] = []
+# Those that exchange tokens for heads: a backend then has whole sequences, and some of the heads.
+HEAD_GROUPS: list[Any] = []
 
 
 def method(kind: type[Family]) -> Callable[[Callable[..., Tensor]], Callable[..., Tensor]]:
@@ -307,6 +309,11 @@ def _checked(
     check_not_scripted()
     _check_whole(query)
     _check_tensors(*tensors)
+    if HEAD_GROUPS and options.get("key_heads") is None:
+        raise ValueError(
+            "inside sequence_parallel(heads=True) the attention layers of a model exchange tokens for heads, and "
+            "favor_attention does not. Give it whole sequences of some heads, and key_heads, or leave heads=True out."
+        )
     scale = options.pop("scale")
     if scale is not None and not scale > 0:
         raise ValueError(f"scale must be positive, got {scale}.")
@@ -345,8 +352,8 @@ def _check_whole(query: Tensor) -> None:
     if str(getattr(fused, "__module__", "")).startswith("torch.distributed."):
         raise ValueError(
             "favor attention was called inside torch's context_parallel, where each process has a part of each "
-            "sequence and would attend to that part alone. Leave context parallelism out (cp_size=1), or use "
-            'attn_implementation="sdpa".'
+            "sequence and would attend to that part alone. Leave context parallelism out (cp_size=1) and take "
+            'favor.sequence_parallel, or use attn_implementation="sdpa".'
         )
 
 

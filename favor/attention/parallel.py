@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from favor.attention.functional import SEQUENCE_GROUPS, AttentionCall
+from favor.attention.functional import HEAD_GROUPS, SEQUENCE_GROUPS, AttentionCall
 from favor.attention.linear import key_bias, moments_of, prepared, query_bias
 from favor.features import Moments, PositiveFeatures
 from favor.kernels.operands import Operands
@@ -28,7 +28,7 @@ _NOTHING = -1e30  # logarithm of the weight of no keys, finite so that gradients
 
 
 @contextmanager
-def sequence_parallel(mesh: Any) -> Iterator[None]:
+def sequence_parallel(mesh: Any, *, heads: bool = False) -> Iterator[None]:
     """Makes attention take sequences that are cut over processes: inside, each gives its piece and gets its output.
 
     Pieces are contiguous and equally long, in the order of the ranks; padding is at the end of the last ones. All else
@@ -36,6 +36,10 @@ def sequence_parallel(mesh: Any) -> Iterator[None]:
 
     Args:
         mesh: a `torch.distributed.device_mesh.DeviceMesh` of one dimension, or a process group.
+        heads: whether the attention layers of a model exchange their pieces of all heads for whole sequences of some
+            heads, and back (Ulysses, Jacobs et al., 2023). The number of processes divides the key heads, and
+            everything works that works on whole sequences, such as landmarks of encoders and exact layers. Default:
+            layers exchange sums over keys, or read all keys.
 
     Returns:
         a context manager.
@@ -51,11 +55,12 @@ def sequence_parallel(mesh: Any) -> Iterator[None]:
         True
         >>> torch.distributed.destroy_process_group()
     """
-    SEQUENCE_GROUPS.append(_group_of(mesh))
+    groups = HEAD_GROUPS if heads else SEQUENCE_GROUPS
+    groups.append(_group_of(mesh))
     try:
         yield
     finally:
-        SEQUENCE_GROUPS.pop()
+        groups.pop()
 
 
 def shard(inputs: dict[str, Tensor], mesh: Any, *, is_causal: bool = False) -> dict[str, Tensor]:
@@ -120,6 +125,28 @@ def gathered(tensor: Tensor, group: Any) -> Tensor:
     """Gives the tensors of all processes, in a new first dimension, with gradients."""
     found: Tensor = _Gathered.apply(tensor, group)
     return found
+
+
+class _Exchanged(torch.autograd.Function):
+    """Sends the i-th part of a tensor to process i, and gets a part from each; gradients go back."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, group: Any) -> Tensor:
+        ctx.group = group
+        found = torch.empty_like(tensor, memory_format=torch.contiguous_format)
+        dist.all_to_all_single(found, tensor.contiguous(), group=group)
+        return found
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return _Exchanged.apply(grad, ctx.group), None
+
+
+def exchanged(tensor: Tensor, group: Any) -> Tensor:
+    """Gives `[B, n p, q, d]`, the first part of each of n processes, as `[B, p, n q, d]`, whole in the other."""
+    parts = tensor.unflatten(1, (dist.get_world_size(group), -1)).movedim(1, 0)
+    found: Tensor = _Exchanged.apply(parts, group)
+    return found.movedim(0, 2).flatten(2, 3)
 
 
 def parallel_attention(

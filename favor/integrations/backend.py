@@ -13,12 +13,14 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from favor import registry
 from favor.attention import favor_attention
+from favor.attention.functional import HEAD_GROUPS
 from favor.attention.packing import Packing
 from favor.config import FavorConfig, feature_family
 from favor.features import Parameters
 from favor.integrations.adapt.observe import register_observer
 from favor.integrations.cache import CACHE_LAYER, StreamLayer
 from favor.integrations.exact import Call, by_head, by_length, exact_attention, key_counts, share_of
+from favor.integrations.heads import with_whole_sequences
 from favor.integrations.layer import (
     ALL_EXACT,
     LINEAR,
@@ -111,10 +113,13 @@ def favor_attention_forward(
         attention_mask: from `favor_mask`, or any mask that `favor.integrations.masks.visibility` reads.
         is_causal: used if the mask does not say it; default `module.is_causal`.
         **kwargs: further arguments of the model; refused if they would change the result. `favor_state` is the
-            `favor.kernels.StreamState` of causal attention piece by piece.
+            `favor.kernels.StreamState` of causal attention piece by piece; `favor_share` the `Share` of the heads.
     """
-    bias = kwargs.pop("position_bias", None)
-    relative = None if bias is None else relative_of(module, bias)
+    if HEAD_GROUPS and "favor_share" not in kwargs:
+        kwargs |= {"scaling": scaling, "dropout": dropout, "is_causal": is_causal}
+        attend = partial(favor_attention_forward, backend, module)
+        return with_whole_sequences(attend, module, (query, key, value), attention_mask, kwargs), None
+    relative = relative_of(module, kwargs.pop("position_bias", None))
     refuse(kwargs, module)
     lengths = [kwargs.get(name) for name in _LENGTHS]
     packed = lengths[0] is not None or lengths[1] is not None
@@ -127,7 +132,7 @@ def favor_attention_forward(
     if cached is not None and sees.padding is not None:
         sees = sees._replace(padding=sees.padding[:, known - key_length :])
     packing = Packing.of(query, key, sees.causal, *lengths) if packed else None
-    call = Call(module, sees, scaling, dropout, packing, relative)
+    call = Call(module, sees, scaling, dropout, packing, relative, kwargs.get("favor_share"))
     name, options = layer_options(module, backend)
     if name is None or sees.reach is not None or sees.dense:
         how = "with a mask of all pairs" if sees.reach is None else f"keys at most {sees.reach} tokens away"
@@ -135,9 +140,8 @@ def favor_attention_forward(
         _account(module, known, account)
         return exact_attention(call, query, key, value, attention_mask), None
 
-    causal = sees.causal
-    plan, choice = _plan(name, tuple(sorted(options.items())), query.device.type, causal), stored_choice(module)
-    if cached is not None and not causal:  # cross attention, whose keys do not grow
+    plan, choice = _plan(name, tuple(sorted(options.items())), query.device.type, sees.causal), stored_choice(module)
+    if cached is not None and not sees.causal:  # cross attention, whose keys do not grow
         cached.keep(key, value)
         cached = None
     state = cached or kwargs.get("favor_state")
@@ -151,7 +155,7 @@ def favor_attention_forward(
 
     counts = key_counts(sees, packing, plan.exact_below) if plan.exact_below else ()
     few, linear = sum(count < plan.exact_below for count in counts), partial(_estimated, name, plan, state)
-    account = _runs(plan, causal, choice.get("window", plan.window))
+    account = _runs(plan, sees.causal, choice.get("window", plan.window))
     if not few:
         _account(module, known, account)
         return linear(call, query, key, value).contiguous(), None
@@ -236,8 +240,8 @@ def _estimated(
         state = state.read((backend, plan, dict(choice), redraw))
     has_window = is_self_attention(module, causal, query.shape[2], key.shape[2])
     has_window = has_window and registry.FAMILIES[plan.family].supports_window
-    exact_heads, drawn, share = choice.get("exact_heads", ()), None, None
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
+    exact_heads, drawn, share = choice.get("exact_heads", ()), None, call.share
+    if share is None and torch.distributed.is_available() and torch.distributed.is_initialized():
         share = share_of(module, key.shape[1])
     if share is not None:
         drawn, stored, exact_heads = share.drawn(exact_heads), share.parameters(stored), share.exact_heads(exact_heads)

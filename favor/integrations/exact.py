@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from favor.attention.functional import SEQUENCE_GROUPS
+from favor.attention.functional import HEAD_GROUPS, SEQUENCE_GROUPS
 from favor.attention.local import local_attention
 from favor.attention.packing import Compaction, Packing
 from favor.attention.positions import ALL, Place, take
@@ -24,6 +24,7 @@ class Call(NamedTuple):
 
     Attributes:
         relative: `Clipped` or `Sinusoidal` positions, or biases `[B, H, L, S]`; None for none.
+        share: the heads that are at hand, if it is known that they are not all.
     """
 
     module: nn.Module
@@ -32,6 +33,7 @@ class Call(NamedTuple):
     dropout: float
     packing: Packing | None
     relative: Any = None
+    share: Share | None = None
 
 
 def exact_attention(call: Call, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None) -> Tensor:
@@ -39,8 +41,8 @@ def exact_attention(call: Call, query: Tensor, key: Tensor, value: Tensor, mask:
 
     The mask `[B, 1, L, S]`, of all pairs, is read if `call.sees.dense`.
     """
-    module, sees, scaling, dropout, packing, relative = call
-    if SEQUENCE_GROUPS:
+    module, sees, scaling, dropout, packing, relative, share = call
+    if SEQUENCE_GROUPS or (HEAD_GROUPS and share is None):
         raise ValueError(
             f"inside sequence_parallel {type(module).__name__} would be exact, and see its own piece of the sequence "
             "alone. Set exact_below=0, keep no exact heads or parts, and use models without local layers."

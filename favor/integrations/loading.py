@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from torch import nn
-from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
+from transformers import AttentionInterface, GenerationMixin, PretrainedConfig, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import cached_file
 
@@ -42,6 +42,10 @@ _NEVER = (
     "so it would stay exact. Keep its own attention; if it is a part of a larger model, name the parts that take "
     'it: attn_implementation={{"text_config": "{backend}"}} when loading, only="text_model" in favor.configure.'
 )
+_PAGED = (
+    "{backend} is not supported for continuous batching, whose pages of keys and values need exact attention; use "
+    'model.generate, or attn_implementation="sdpa".'
+)
 
 
 def register_loading() -> None:
@@ -51,6 +55,7 @@ def register_loading() -> None:
     wrap_once(PreTrainedModel, "_move_missing_keys_from_meta_to_device", _refuse_missing)
     wrap_once(PreTrainedModel, "save_pretrained", _save)
     wrap_once(PreTrainedModel, "set_attn_implementation", _switch)
+    wrap_once(GenerationMixin, "init_continuous_batching", _refuse_batching)
 
 
 def _choose(
@@ -134,6 +139,14 @@ def _switch(original: Any, model: Any, attn_implementation: Any, *args: Any, **k
     return result
 
 
+def _refuse_batching(original: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
+    """Raises a ValueError where transformers would switch a backend to flash attention, if that is installed."""
+    for config in configs_of(model):
+        if getattr(config, "_attn_implementation", None) in registry.BACKENDS:
+            raise ValueError(_PAGED.format(backend=config._attn_implementation))
+    return original(model, *args, **kwargs)
+
+
 def saved_backend(config: Any) -> str | None:
     """Gives the backend that a model was saved with; None if no part of it ran a FAVOR backend then."""
     saved = getattr(config, "favor", None)
@@ -146,7 +159,7 @@ def check_name(name: Any) -> None:
     if not isinstance(name, str) or "/" in name or name == "eager" or name in ALL_ATTENTION_FUNCTIONS.valid_keys():
         return  # names with a slash are kernels of the hub
     if name.startswith("paged|") and (base := name.removeprefix("paged|")) in registry.BACKENDS:
-        raise ValueError(f'{base} is not supported for continuous batching; use attn_implementation="sdpa".')
+        raise ValueError(_PAGED.format(backend=base))
     near = get_close_matches(name.lower().replace("favour", "favor"), registry.BACKENDS, n=1)
     if near or "favo" in name.lower():
         hint, known = f"did you mean {near[0]!r}? " if near else "", ", ".join(map(repr, registry.BACKENDS))

@@ -83,7 +83,7 @@ def favor_mask(
         kwargs.update(allow_is_causal_skip=False, allow_is_bidirectional_skip=False)
         kwargs.update(q_offset=q_offset, kv_offset=kv_offset, mask_function=mask_function)
         mask: Any = sdpa_mask(batch_size, q_length, kv_length, attention_mask=attention_mask, **kwargs)
-        return _record(mask, Visibility(causal=False, dense=True))
+        return record(mask, Visibility(causal=False, dense=True))
     nothing = torch.empty(batch_size, 1, q_length, 0, dtype=torch.bool, device=device)
     if pattern is None and is_tracing():  # when transformers gives each decoder without a mask a packed one
         return nothing
@@ -93,7 +93,7 @@ def favor_mask(
             'which would be ignored. Use attn_implementation="sdpa".'
         )
     if pattern.packed:
-        return _record(nothing, Visibility(pattern.causal, pattern.reach))
+        return record(nothing, Visibility(pattern.causal, pattern.reach))
     if pattern.causal and not grows:
         raise ValueError(
             "favor attention needs a cache that grows with the sequence (DynamicCache), or a FavorCache with "
@@ -118,7 +118,7 @@ def favor_mask(
     shown = shown[:, None, None, :].expand(batch_size, 1, rows, kv_length)
     if is_static:
         shown = shown.contiguous()  # `generate` would lose the record
-    return _record(shown, Visibility(pattern.causal, pattern.reach, padding, counts=counts))
+    return record(shown, Visibility(pattern.causal, pattern.reach, padding, counts=counts))
 
 
 def _check_not_replaced() -> None:
@@ -127,7 +127,8 @@ def _check_not_replaced() -> None:
     if any(str(getattr(own, "__module__", "")).startswith("deepspeed.") for own in functions):
         raise ValueError(
             "DeepSpeed has replaced the attention functions of transformers, for sequence parallelism (sp_size > 1), "
-            'and runs exact attention in place of favor. Set sp_size=1, or choose attn_implementation="sdpa".'
+            "and runs exact attention in place of favor. Set sp_size=1 and take "
+            'favor.sequence_parallel(mesh, heads=True), or choose attn_implementation="sdpa".'
         )
 
 
@@ -183,7 +184,8 @@ def _pattern(mask_function: Callable[..., Any]) -> _Pattern | None:
     )
 
 
-def _record(mask: Tensor, visibility: Visibility) -> Tensor:
+def record(mask: Tensor, visibility: Visibility) -> Tensor:
+    """Gives a mask that tells the attention function what is visible."""
     mask.favor_visibility = visibility  # type: ignore[attr-defined]
     return mask
 

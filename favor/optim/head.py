@@ -203,9 +203,9 @@ class HeadOptimizer(Optimizer):
         return loss
 
     def _step_head(self, group: Options, head: nn.Linear, rows: RowStore) -> None:
-        like = group["params"][0].new_zeros((), dtype=precision(head))
+        like = torch.zeros((), dtype=precision(head), device=head.weight.device)
         batch = collect(rows, head.in_features, len(group["params"]) > 1, like)
-        gradients = [parameter.grad for parameter in group["params"] if parameter.grad is not None]
+        gradients = [whole(parameter.grad) for parameter in group["params"] if parameter.grad is not None]
         # One pass without a copy, and NaN stays NaN.
         extremes = [torch.stack(torch.aminmax(part)).to(like) for part in (*gradients, batch.x) if part.numel()]
         finite = torch.stack(extremes).isfinite().all().to(like)
@@ -295,16 +295,27 @@ def precision(head: nn.Linear) -> torch.dtype:
     return torch.float64 if head.weight.dtype == torch.float64 else torch.float32
 
 
+def whole(tensor: Tensor) -> Tensor:
+    """Gathers a tensor that FSDP has shared out to processes; others stay as they are."""
+    found: Tensor = getattr(tensor, "full_tensor", lambda: tensor)()
+    return found
+
+
 def joined(head: nn.Linear, parts: list[Any]) -> Tensor:
     """Joins weight and bias, or their gradients, to `[n, d]` in at least float32; a missing gradient is zero."""
-    weight = parts[0].detach().to(precision(head))
+    parts = [None if part is None else whole(part.detach()) for part in parts]
+    weight = parts[0].to(precision(head))
     if len(parts) == 1:
         return weight
-    bias = weight.new_zeros(len(weight)) if parts[1] is None else parts[1].detach().to(weight)
+    bias = weight.new_zeros(len(weight)) if parts[1] is None else parts[1].to(weight)
     return torch.cat((weight, bias.unsqueeze(-1)), dim=1)
 
 
-def subtract(parameters: list[nn.Parameter], change: Tensor) -> None:
+def subtract(parameters: list[Any], change: Tensor) -> None:
     """Subtracts from weight, and bias if there is one, the columns of `[n, d]`; in the precision of the change."""
     for parameter, part in zip(parameters, (change[:, : parameters[0].shape[1]], change[:, -1]), strict=False):
+        if hasattr(parameter, "full_tensor"):  # every process has the change, and takes its part of it
+            from torch.distributed.tensor import distribute_tensor
+
+            part = distribute_tensor(part, parameter.device_mesh, parameter.placements, src_data_rank=None)
         parameter.copy_(parameter.to(change.dtype) - part) if parameter.dtype != change.dtype else parameter.sub_(part)

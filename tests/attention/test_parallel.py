@@ -5,6 +5,8 @@ import torch
 import torch.distributed as dist
 from processes import run_several
 from small_sections import set_small_sections
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import favor
@@ -45,7 +47,7 @@ def attend(case, some=slice(None)):
 
 def llama():
     torch.manual_seed(0)
-    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 16}
+    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 16}
     model = LlamaForCausalLM(LlamaConfig(**sizes, vocab_size=20))
     return favor.configure(model, "favor+", exact_below=0, num_features=8)
 
@@ -60,6 +62,23 @@ def trained(model, batch, group=None):
         optimizer.step()
         optimizer.zero_grad()
     return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+
+
+def in_two_ways(ids):
+    """Heads are exchanged in pairs of processes; pairs hold pieces of sequences, or heads by tensor parallelism."""
+    pairs, own = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner")), dist.get_rank()
+    with torch.no_grad():
+        wanted = llama().model(ids).last_hidden_state
+        with favor.sequence_parallel(pairs["outer"]), favor.sequence_parallel(pairs["inner"], heads=True):
+            found = llama().model(**favor.shard({"input_ids": ids}, dist.group.WORLD)).last_hidden_state
+        assert (found - wanted.chunk(PIECES, 1)[own]).abs().max() < 1e-5
+        model = llama()
+        plan = {f"self_attn.{name}_proj": ColwiseParallel() for name in "qkv"}
+        for layer in model.model.layers:
+            parallelize_module(layer, pairs["outer"], {**plan, "self_attn.o_proj": RowwiseParallel()})
+        with favor.sequence_parallel(pairs["inner"], heads=True):
+            found = model.model(**favor.shard({"input_ids": ids}, pairs["inner"])).last_hidden_state
+    assert (found - wanted.chunk(2, 1)[own % 2]).abs().max() < 1e-5
 
 
 def in_pieces(rank, address):
@@ -86,6 +105,7 @@ def in_pieces(rank, address):
         with pytest.raises(ValueError, match="landmark attention of encoders needs whole sequences"):
             favor.favor_attention(query, query, query, features="landmark")
     assert (found - wanted).abs().max() < 1e-4
+    in_two_ways(ids)
     dist.destroy_process_group()
 
 

@@ -19,6 +19,7 @@ from torch.distributed.tensor.experimental import context_parallel
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.checkpoint import checkpoint
 from transformers import BertConfig, BertModel, LlamaConfig, LlamaForCausalLM, LlamaModel
+from transformers.generation.continuous_batching import continuous_api
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import favor
@@ -410,7 +411,17 @@ def test_a_library_that_replaces_all_attention_functions_is_named(monkeypatch):
         outputs(model)
 
 
-def test_continuous_batching_is_refused():
+def test_continuous_batching_is_refused(monkeypatch):
+    """Otherwise transformers would switch the model to flash attention where that is installed."""
     model = favor.configure(LlamaForCausalLM(LlamaConfig(**PARALLEL)).eval(), "favor+")
-    with pytest.raises(ValueError, match=r"favor\+ is not supported for continuous batching"):
-        model.generate_batch([[1, 2, 3]], max_new_tokens=2)
+    refused = r"favor\+ is not supported for continuous batching, whose pages .* use model.generate"
+    monkeypatch.setattr(continuous_api, "is_flash_attn_3_available", lambda **_: True, raising=False)
+    for batching in (
+        lambda: model.generate_batch([[1, 2, 3]], max_new_tokens=2),
+        lambda: model.generate(torch.tensor([[1, 2, 3]]), max_new_tokens=2, cache_implementation="paged"),
+        lambda: model.init_continuous_batching(),
+        lambda: model.set_attn_implementation("paged|favor+"),
+    ):
+        with pytest.raises(ValueError, match=refused):
+            batching()
+    assert model.config._attn_implementation == "favor+"
