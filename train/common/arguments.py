@@ -298,8 +298,8 @@ class ArgumentGroups:
         cut = every.get("sequence_parallel", 1)
         if num_processes % cut:
             raise ValueError(
-                f"sequence_parallel {cut} takes a multiple of {cut} processes, got {num_processes}: start them with "
-                f"accelerate launch --num_processes {cut}"
+                f"sequence_parallel {cut} takes a multiple of {cut} processes, got {num_processes}: start the program "
+                f"with accelerate launch --num_processes {cut}, or on CPUs with torchrun --nproc_per_node {cut}"
             )
         kept = {name: value for name, value in every.items() if name not in self.free}
         return kept | {"num_processes": num_processes // cut}

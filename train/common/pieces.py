@@ -20,7 +20,7 @@ from favor.landmark.causal import BLOCK
 from favor.train.common.arguments import SOFTMAX_BOUND, refuse
 from favor.train.common.pretrained import positions_of
 
-TOLERANCE = 1e-2  # of the largest output; layers that see other tokens are further away
+TOLERANCE = 1e-2  # of the largest output: rounding is less, and layers that miss other tokens are further away
 
 
 @dataclass
