@@ -299,7 +299,8 @@ class ArgumentGroups:
         if num_processes % cut:
             raise ValueError(
                 f"sequence_parallel {cut} takes a multiple of {cut} processes, got {num_processes}: start the program "
-                f"with accelerate launch --num_processes {cut}, or on CPUs with torchrun --nproc_per_node {cut}"
+                f"with accelerate launch --num_processes {cut}, or on CPUs with ACCELERATE_USE_CPU=true torchrun "
+                f"--nproc_per_node {cut}"
             )
         kept = {name: value for name, value in every.items() if name not in self.free}
         return kept | {"num_processes": num_processes // cut}

@@ -16,7 +16,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from transformers import PreTrainedModel
 
 import favor
+from favor.integrations.layer import attention_modules, layer_options
 from favor.landmark.causal import BLOCK
+from favor.registry import family_of
 from favor.train.common.arguments import SOFTMAX_BOUND, refuse
 from favor.train.common.pretrained import positions_of
 
@@ -117,9 +119,10 @@ def pieces_of(accelerator: Accelerator, model: PreTrainedModel, options: dict[st
     if size == 1:
         return Pieces(accelerator)
     config, needs = model.config, f"sequence_parallel {size}"
-    parts = [getattr(config, "favor", None) or {}, *(getattr(config, "favor_parts", None) or {}).values()]
-    landmarks = any("landmark" in (config._attn_implementation, *map(str, part.values())) for part in parts)
-    piece = math.lcm(BLOCK if landmarks else 1, *(part.get("window") or 1 for part in parts))
+    modules = [module for module in attention_modules(model).values() if hasattr(module, "config")]
+    layers = [layer_options(module, config._attn_implementation) for module in modules]
+    families = [(family_of(name, own.get("features")), own) for name, own in layers if name is not None]
+    piece = math.lcm(*(BLOCK if family.selects_keys else own.get("window") or 1 for family, own in families))
     refuse(
         (
             config._attn_implementation not in favor.BACKENDS,
