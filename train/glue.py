@@ -14,15 +14,17 @@ states and its predictions.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
 import datasets
 import torch
+import torch.distributed as dist
 import transformers
 from accelerate import Accelerator
+from torch import Tensor
 from transformers import AutoModelForSequenceClassification
 
 from favor.train.common import checkpoint, loop
@@ -38,6 +40,7 @@ from favor.train.common.arguments import (
     refuse,
 )
 from favor.train.common.lock import releases_locks
+from favor.train.common.pieces import Pieces, pieces_of
 from favor.train.common.pretrained import check_positions, load_tokenizer, make_optimizer
 from favor.train.common.program import describe, load_line, of_program, of_training, program
 from favor.train.text import glue_report
@@ -99,19 +102,36 @@ def _prepare_run(
         model.config.pad_token_id = tokenizer.pad_token_id
     # Tensor cores want multiples of 8.
     multiple = 8 if accelerator.mixed_precision != "no" else None
+    pieces = pieces_of(accelerator, model, arguments.to_dict())
+    if pieces.size > 1:
+        multiple = pieces.multiple
     rows = rows_set(model.config, task)
     train_loader, eval_loaders = make_loaders(data, tokenizer, arguments.data, train, seed, multiple, rows)
     if arguments.data.distractors and (note := cut_off(train_loader.dataset, arguments.data.max_length)):
         accelerator.print(note)
     teacher = load_teacher(own, arguments.model, model, task, accelerator.print) if own.teacher else None
+    pieces.check(model, train_loader)
     optimizer, clipped = make_optimizer(model, train, arguments.head, task.num_labels)
-    prepared = accelerator.prepare(model, optimizer, train_loader)
-    eval_loaders = {split: accelerator.prepare(loader) for split, loader in eval_loaders.items()}
-    run = loop.start(accelerator, prepared, train, seed, folder, clipped)
+    prepared = (*accelerator.prepare(model, optimizer), pieces.prepare(train_loader))
+    eval_loaders = {split: pieces.prepare(loader) for split, loader in eval_loaders.items()}
+    run = loop.start(accelerator, prepared, train, seed, folder, clipped, pieces=pieces)
+    if pieces.size > 1:
+        run.loss = _loss_of_pieces(pieces)
     if teacher is not None:
         teacher.model.to(accelerator.device)
         run.loss = accelerator.autocast()(teacher.loss)
     return run, eval_loaders
+
+
+def _loss_of_pieces(pieces: Pieces) -> Callable[[Any, dict[str, Tensor]], Tensor]:
+    """Makes a loss whose mean over a group is that of its first process, which has the token of the classifier."""
+
+    def loss(model: Any, batch: dict[str, Tensor]) -> Tensor:
+        labels = batch.pop("labels")
+        own: Tensor = model(**pieces.cut(batch), labels=labels).loss
+        return own * (0 if dist.get_rank(pieces.group) else pieces.size)
+
+    return loss
 
 
 @torch.no_grad()
@@ -125,13 +145,13 @@ def _evaluate(run: loop.Run, eval_loaders: dict[str, Any], task: Task) -> dict[s
         predictions, references = [], []
         for batch in loader:
             labels = batch.pop("labels")  # numbers of the data, which are not those of the model
-            logits = run.model(**batch).logits.float()[:, rows]
+            with run.pieces.attention():
+                logits = run.model(**run.pieces.cut(batch)).logits.float()[:, rows]
             if not logits.isfinite().all():
                 raise FloatingPointError(f"a logit is not finite at step {run.progress.step}: lower the learning rate")
             guess = logits.squeeze(-1) if task.is_regression else logits.argmax(-1)
-            guess, labels = run.accelerator.gather_for_metrics((guess, labels))
-            predictions.append(guess.cpu())
-            references.append(labels.cpu())
+            predictions.append(run.pieces.gather(guess)[0].cpu())
+            references.append(run.pieces.gather(labels)[0].cpu())
         said, true = torch.cat(predictions).numpy(), torch.cat(references).numpy()
         scores.update(glue_report.named(glue_report.glue_metrics(task, said, true), split))
         constant = constant or glue_report.is_constant(said)

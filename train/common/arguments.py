@@ -15,7 +15,7 @@ ADAMW, SOFTMAX_BOUND = "adamw", "softmax_bound"
 DEFAULT_SEED = 42
 PRECISIONS = ("no", "fp16", "bf16")
 # Arguments that do not change the result of a run.
-FREE = ("output_dir", "checkpointing_steps", "resume", "overwrite_output_dir")
+FREE = ("output_dir", "checkpointing_steps", "resume", "overwrite_output_dir", "sequence_parallel")
 
 
 def option(
@@ -187,6 +187,7 @@ class RunArguments(FolderArguments):
 
     weight_decay: ClassVar[float] = 0.01
     lr_scheduler_type: ClassVar[str] = "cosine"
+    sequence_parallel: ClassVar[int] = 1
 
     learning_rate: float = option(5e-5, "Peak learning rate.", above=0)
     num_train_epochs: float = option(3.0, "Epochs.", above=0)
@@ -209,6 +210,12 @@ class BatchedRunArguments(RunArguments):
     )
     per_device_train_batch_size: int = option(32, "Samples per process and forward pass.", above=0)
     per_device_eval_batch_size: int = option(64, "Samples per process and forward pass in evaluation.", above=0)
+    sequence_parallel: int = option(  # type: ignore[misc]
+        1,
+        "Processes that cut every sequence into pieces and act as one, for long sequences. It needs FAVOR attention, "
+        "exact_below 0, and a multiple of this number of processes. Default 1: sequences are whole.",
+        above=0,
+    )
 
 
 @dataclass(kw_only=True)
@@ -283,6 +290,17 @@ class ArgumentGroups:
         return {name: value for group in groups for name, value in group.items()}
 
     def settings(self, num_processes: int) -> dict[str, Any]:
-        """Gives the options that the result depends on."""
-        kept = {name: value for name, value in self.to_dict().items() if name not in self.free}
-        return kept | {"num_processes": num_processes}
+        """Gives the options that the result depends on; processes that cut sequences count as one.
+
+        Raises ValueError for a number of processes that sequence_parallel does not divide.
+        """
+        every = self.to_dict()
+        cut = every.get("sequence_parallel", 1)
+        if num_processes % cut:
+            raise ValueError(
+                f"sequence_parallel {cut} takes a multiple of {cut} processes, got {num_processes}: start the program "
+                f"with accelerate launch --num_processes {cut}, or on CPUs with ACCELERATE_USE_CPU=true torchrun "
+                f"--nproc_per_node {cut}"
+            )
+        kept = {name: value for name, value in every.items() if name not in self.free}
+        return kept | {"num_processes": num_processes // cut}

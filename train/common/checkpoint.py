@@ -52,10 +52,14 @@ class Progress:
 
 @dataclass
 class States:
-    """Holds the objects of a checkpoint by name, whose states are equal in all processes, and adds what differs."""
+    """Holds the objects of a checkpoint by name, whose states are equal in all processes, and adds what differs.
+
+    Groups of `size` processes, which cut sequences, share one state, so that others can resume.
+    """
 
     accelerator: Accelerator
     parts: dict[str, Any]
+    size: int = 1
 
     def __post_init__(self) -> None:
         """Adds the scale of fp16 losses."""
@@ -74,15 +78,16 @@ class States:
     @property
     def own(self) -> str:
         """Name of the file with the state that differs between processes."""
-        return f"process_{self.accelerator.process_index}"
+        return f"process_{self.accelerator.process_index // self.size}"
 
     def write(self, folder: Path) -> None:
-        """Writes the file of this process; the first process also writes those that all processes share."""
+        """Writes the file of this process or group; the first process also writes those that all processes share."""
         folder.mkdir(parents=True, exist_ok=True)
         if self.accelerator.is_main_process:
             for name, part in self.parts.items():
                 files.write(folder, name, part.state_dict())
-        files.write(folder, self.own, self.state_dict())
+        if self.accelerator.process_index % self.size == 0:
+            files.write(folder, self.own, self.state_dict())
 
     def load(self, folder: Path) -> None:
         """Reads all files, then takes over what they hold; raises ValueError for a file that cannot be used."""

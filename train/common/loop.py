@@ -23,6 +23,7 @@ from transformers.trainer_pt_utils import get_length_grouped_indices
 import favor
 from favor.train.common import checkpoint
 from favor.train.common.arguments import RunArguments
+from favor.train.common.pieces import Pieces
 
 MAX_GRAD_NORM = 1.0
 
@@ -97,7 +98,9 @@ class Run:
 
     Attributes:
         clipped: the parameters whose gradients are clipped.
-        loss: (model, batch) -> loss; None is the loss that the model gives for the batch.
+        pieces: the groups of processes that cut sequences.
+        loss: (model, batch) -> loss, whose mean over a group is that of the batch. None is the loss that the model
+            gives for the batch.
         average: of the weights, if there is one.
         seconds: duration of every optimizer step.
     """
@@ -115,6 +118,7 @@ class Run:
     total_steps: int
     clipped: list[torch.nn.Parameter]
     states: checkpoint.States
+    pieces: Pieces
     loss: Callable[[Any, Any], torch.Tensor] | None = None
     average: AveragedModel | None = None
     seconds: list[float] = field(default_factory=list)
@@ -142,6 +146,7 @@ def start(
     folder: Path,
     clipped: list[torch.nn.Parameter],
     ema_decay: float = 0.0,
+    pieces: Pieces | None = None,
 ) -> Run:
     """Makes a run at its beginning, or at its last checkpoint if it is resumed.
 
@@ -151,6 +156,7 @@ def start(
         arguments, seed, folder: of the run.
         clipped: the parameters whose gradients are clipped.
         ema_decay: of an average of the weights, see `weight_average`. Default 0: none.
+        pieces: the groups of processes that cut sequences. Default None: every process has whole ones.
 
     Raises:
         ValueError: if there are checkpoints to resume from and none can be used, or if this model cannot be written to
@@ -166,13 +172,14 @@ def start(
     average = weight_average(bare, ema_decay) if ema_decay else None
     parts = {"model": bare, "optimizer": optimizer, "scheduler": scheduler, "progress": progress}
     parts |= {"redraws": favor.RedrawCounter(model), **({} if average is None else {"average": average})}
-    states = checkpoint.States(accelerator, parts)
+    pieces = pieces or Pieces(accelerator)
+    states = checkpoint.States(accelerator, parts, pieces.size)
     if arguments.resume or arguments.checkpointing_steps:
         states.check()
     if arguments.resume and (saved := checkpoint.resume(states, folder)):
         accelerator.print(f"continuing from {saved.name}, step {progress.step} of {total_steps}")
     parts_of_run = (accelerator, arguments, model, optimizer, scheduler, train_loader, progress, seed, folder)
-    return Run(*parts_of_run, steps_per_epoch, total_steps, clipped, states, average=average)
+    return Run(*parts_of_run, steps_per_epoch, total_steps, clipped, states, pieces, average=average)
 
 
 @contextmanager
@@ -223,7 +230,7 @@ def train_epoch(run: Run, bar: tqdm) -> None:
             break
         # Dropout depends on the place in the run alone, so that a resumed run repeats its masks.
         torch.manual_seed(mix(run.seed, epoch, index, accelerator.process_index))
-        with accelerator.accumulate(run.model):
+        with accelerator.accumulate(run.model), run.pieces.attention():
             loss = run.model(**batch).loss if run.loss is None else run.loss(run.model, batch)
             accelerator.backward(loss)
             if accelerator.sync_gradients:
@@ -235,7 +242,7 @@ def train_epoch(run: Run, bar: tqdm) -> None:
             continue
         if not accelerator.optimizer_step_was_skipped:
             run.scheduler.step()
-        mean_loss = torch.stack(losses).mean().item()
+        mean_loss = run.pieces.total(torch.stack(losses).mean()).item() / run.pieces.size
         losses.clear()
         if not math.isfinite(mean_loss):
             raise FloatingPointError(f"the loss is {mean_loss} at step {progress.step + 1}: lower the learning rate")

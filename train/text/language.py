@@ -28,6 +28,7 @@ from favor.train.common.arguments import (
 )
 from favor.train.common.lock import releases_locks
 from favor.train.common.loop import VisitSampler
+from favor.train.common.pieces import Pieces, pieces_of
 from favor.train.common.pretrained import check_positions, load_switched, load_tokenizer, make_optimizer
 from favor.train.common.program import describe, load_line, of_program, of_training, program
 from favor.train.text.samples import check_text, samples
@@ -147,6 +148,25 @@ def make_loaders(
     )
 
 
+def predictions(pieces: Pieces, model: Any, batch: dict[str, Tensor], shift: int) -> tuple[Tensor, Tensor]:
+    """Computes the logits of the tokens of this process, and the labels that they predict, -100 for none."""
+    labels = nn.functional.pad(batch["labels"][:, shift:], (0, shift), value=-100)
+    piece = pieces.cut({**batch, "labels": labels})
+    labels = piece.pop("labels")
+    return model(**piece).logits.float(), labels
+
+
+def loss_of_pieces(pieces: Pieces, shift: int) -> Callable[[Any, dict[str, Tensor]], Tensor]:
+    """Makes a loss whose mean over a group, as DDP takes it of gradients, is the mean over the labels of the batch."""
+
+    def loss(model: Any, batch: dict[str, Tensor]) -> Tensor:
+        logits, labels = predictions(pieces, model, batch, shift)
+        losses = nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
+        return losses * pieces.size / pieces.total((labels != -100).sum())
+
+    return loss
+
+
 @torch.no_grad()
 def evaluate(run: loop.Run, loader: Any, shift: int) -> dict[str, float]:
     """Computes mean cross-entropy in nats over the tokens with a label, its exponential, and the accuracy.
@@ -156,14 +176,14 @@ def evaluate(run: loop.Run, loader: Any, shift: int) -> dict[str, float]:
     run.model.eval()
     parts = []
     for batch in loader:
-        logits, labels = run.model(**batch).logits.float(), batch["labels"][:, shift:]
-        logits = logits[:, : labels.shape[1]]
+        with run.pieces.attention():
+            logits, labels = predictions(run.pieces, run.model, batch, shift)
         chosen = labels != -100
         losses = torch.zeros_like(labels, dtype=torch.float32)
         losses[chosen] = nn.functional.cross_entropy(logits[chosen], labels[chosen], reduction="none")
         right = (logits.argmax(-1) == labels) & chosen
         sums = torch.stack([losses.sum(-1), right.sum(-1).float(), chosen.sum(-1).float()], dim=-1)
-        parts.append(run.accelerator.gather_for_metrics(sums).double().cpu())
+        parts.append(run.pieces.gather(sums).double().sum(0).cpu())
     loss, right, number = torch.cat(parts).sum(0).tolist()
     if not math.isfinite(loss):
         raise FloatingPointError(f"the loss is not finite at step {run.progress.step}: lower the learning rate")
@@ -182,10 +202,14 @@ def train_model(
     tokenizer, model = load_tokenizer(arguments.model), load_model(arguments, objective, seed)
     check_positions(model, arguments.text.max_length)
     train_loader, eval_loader = make_loaders(arguments, objective, tokenizer, seed)
+    pieces = pieces_of(accelerator, model, arguments.to_dict())
+    pieces.check(model, train_loader)
     optimizer, clipped = make_optimizer(model, arguments.train, arguments.head, model.config.vocab_size)
-    prepared = accelerator.prepare(model, optimizer, train_loader)
-    eval_loader = accelerator.prepare(eval_loader)
-    run = loop.start(accelerator, prepared, arguments.train, seed, folder, clipped)
+    prepared = (*accelerator.prepare(model, optimizer), pieces.prepare(train_loader))
+    eval_loader = pieces.prepare(eval_loader)
+    run = loop.start(accelerator, prepared, arguments.train, seed, folder, clipped, pieces=pieces)
+    if pieces.size > 1:
+        run.loss = loss_of_pieces(pieces, objective.shift)
     progress = run.progress
     if not progress.history and not progress.step:
         progress.before = evaluate(run, eval_loader, objective.shift)
