@@ -19,11 +19,11 @@ R = TypeVar("R")
 def processes() -> PartialState:
     """Gives the processes of `accelerate launch`; they wait a day for each other, since pieces differ in time.
 
-    Raises ValueError if several were started without a GPU, and not with `--cpu`: then they do not know each other.
+    Raises ValueError if several were started without a GPU or ACCELERATE_USE_CPU: they would not know each other.
     """
     state = PartialState(cpu=parse_flag_from_env("ACCELERATE_USE_CPU"), timeout=timedelta(days=1))
     if (started := started_together()) > state.num_processes:
-        raise ValueError(f"{started} processes were started and found no GPUs: add --cpu to accelerate launch")
+        raise ValueError(f"{started} processes were started and found no GPUs: set ACCELERATE_USE_CPU=true")
     return state
 
 
