@@ -8,7 +8,7 @@ may be switched to another backend, without training. Each split is transcribed 
 above 1, by beam search. With `--language_model` or `--hotwords` the beam search of CTC scores words, and with
 `--known_words` it finds no others than those of the language model. The
 output folder gets `asr.md`, `asr.json` and, for each split, `<split>.jsonl` with the reference and the hypotheses of
-every utterance. The program runs in one process, on a GPU if there is one.
+every utterance. `accelerate launch` decides whether one process or several transcribe the batches.
 """
 
 from __future__ import annotations
@@ -20,10 +20,12 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from accelerate.utils import gather_object
 from transformers import PreTrainedConfig
 
 import favor
 from favor.eval.common import report
+from favor.eval.common.processes import processes, shared_program
 from favor.eval.common.program import device_or_default
 from favor.integrations.modules import evaluating
 from favor.models.conformer import Chunks
@@ -33,8 +35,8 @@ from favor.models.speech import ConformerProcessor, Pronunciations
 from favor.models.speech.pronunciations import lexicon_of
 from favor.models.speech.word_beam import Scorer, searched_words
 from favor.train.common.arguments import BackendArguments, check_positive, option
-from favor.train.common.lock import hold, releases_locks
-from favor.train.common.program import DataclassParser, program
+from favor.train.common.lock import hold_together, releases_locks
+from favor.train.common.program import DataclassParser
 from favor.train.speech.arguments import HUB, Arguments, SpeechDataArguments, SpeechModelArguments, SpeechTrainArguments
 from favor.train.speech.data import Utterance, long_enough
 from favor.train.speech.loaders import evaluation_loader
@@ -91,6 +93,7 @@ def parse_arguments(words: Sequence[str] | None) -> tuple[BackendArguments, Eval
     """Parses the arguments; ends the program for bad ones, raises ValueError for values that cannot be used."""
     parser = DataclassParser("favor.eval.asr", __doc__, [BackendArguments, EvaluationArguments])
     backend, arguments = parser.parse(words)
+    arguments.device = device_or_default(arguments.device)
     return backend, arguments
 
 
@@ -122,27 +125,31 @@ def recognise(
     chunks: Chunks | None = None,
     lexicon: Pronunciations | None = None,
     batch_seconds: float = 200.0,
+    is_shared: bool = False,
 ) -> tuple[list[str], float]:
     """Transcribes utterances with a model on its device, greedily if `beam_size` is 1.
 
     The scorer is for the beam search of CTC, `chunks` are those of a stream, the lexicon is for tokens that are
-    phonemes, and `batch_seconds` of audio, padding included, are in a forward pass.
+    phonemes, and `batch_seconds` of audio, padding included, are in a forward pass. If `is_shared`, all processes of
+    `accelerate launch` must call this with the same utterances, and share the batches.
 
     Returns:
         One text per utterance, in order, and the seconds of reading and decoding the files, features, model and search
         together.
     """
-    loader = evaluation_loader(utterances, processor, batch_seconds)
-    texts = [""] * len(utterances)
+    state = processes()
+    found: list[tuple[int, str]] = []
+    own = slice(state.process_index, None, state.num_processes) if is_shared else slice(None)
+    loader = evaluation_loader(utterances, processor, batch_seconds, choose=lambda batches: batches[own])
     start = time.perf_counter()
     with evaluating(model):
         for batch in loader:
             indices = batch.pop("index").tolist()
             inputs = {name: tensor.to(model.device) for name, tensor in batch.items()}
-            found = transcribe(model, inputs, processor.tokenizer, beam_size, scorer, chunks, lexicon)
-            for index, text in zip(indices, found, strict=True):
-                texts[index] = text
-    return texts, time.perf_counter() - start
+            texts = transcribe(model, inputs, processor.tokenizer, beam_size, scorer, chunks, lexicon)
+            found += zip(indices, texts, strict=True)
+    pairs = gather_object(found) if is_shared else found
+    return [text for _, text in sorted(pairs)], time.perf_counter() - start
 
 
 def evenly_spaced(utterances: Sequence[Utterance], number: int | None) -> list[Utterance]:
@@ -190,7 +197,7 @@ def evaluate_split(
         with_words = [name.replace("_", " ") for name in names if getattr(arguments, name)]
         searches[", ".join([f"beam {beam_size}", *with_words])] = {"beam_size": beam_size, "scorer": scorer}
     for name, search in searches.items():
-        texts, seconds = recognise(model, processor, utterances, **search, **options)
+        texts, seconds = recognise(model, processor, utterances, is_shared=True, **search, **options)
         rates = error_rates([utterance.text for utterance in utterances], texts)
         result["searches"][name] = {**rates, "seconds": seconds, "real_time_factor": seconds / audio}
         for row, text in zip(rows, texts, strict=True):
@@ -212,6 +219,7 @@ def report_lines(content: dict[str, Any]) -> list[str]:
             rows.append([*cells, *times, str(len(result["skipped"]))])
     header = ["split", "search", "WER %", "S / D / I", "CER %", "S / D / I", "hours", "seconds", "RTF", "left out"]
     options = f", {json.dumps(content['favor'])}" if content["favor"] else ""
+    said = "one process" if (number := processes().num_processes) == 1 else f"{number} processes that share the batches"
     return [
         f"# Speech recognition of {content['model']}",
         "",
@@ -222,7 +230,7 @@ def report_lines(content: dict[str, Any]) -> list[str]:
         *report.table(header, rows),
         "",
         "S / D / I: substitutions, deletions, insertions, in words and in characters. Seconds: reading and decoding",
-        "the files, features, model and search together, in one process, after a first utterance that is not timed.",
+        f"the files, features, model and search together, in {said}, after a first utterance that is not timed.",
         "RTF, the real-time factor, is these seconds over those of the audio.",
         *(["", "Left out:", "", *skipped] if skipped else []),
     ]
@@ -235,9 +243,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     folder, max_bad = Path(arguments.output_dir), SpeechDataArguments(max_bad=arguments.max_bad).limit
     if arguments.data_dir is not None and folder.resolve() == Path(arguments.data_dir).resolve():
         raise ValueError(f"output_dir must not be data_dir, whose manifests have the names of results, got {folder}")
-    hold(folder)
+    hold_together(folder)
     model, processor = load(arguments.model_name_or_path, backend, arguments.seed)
-    model.to(device_or_default(arguments.device))
+    model.to(arguments.device)
     names = ("known_words", "language_model", "lm_weight", "word_score", "hotwords", "hotword_weight")
     options: dict[str, Any] = {name: getattr(arguments, name) for name in names}
     lexicon = lexicon_of(arguments.lexicon, arguments.model_name_or_path)
@@ -255,19 +263,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     }
     options = {"max_bad": max_bad, "sampling_rate": processor.feature_extractor.sampling_rate}
     for split in arguments.eval_splits:
-        utterances, skipped = load_speech(arguments.data_dir or HUB, split, prepared=folder / "prepared", **options)
+        with processes().main_process_first():
+            utterances, skipped = load_speech(arguments.data_dir or HUB, split, prepared=folder / "prepared", **options)
         utterances = evenly_spaced(utterances, arguments.max_eval_samples)
         utterances = long_enough(utterances, processor, skipped, model.subsampled_lengths)
         result, rows = evaluate_split(model, processor, utterances, arguments, scorer, lexicon)
         content["splits"][split] = {**result, "skipped": skipped.reasons}
-        (folder / f"{split}.jsonl").write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+        if processes().is_main_process:
+            (folder / f"{split}.jsonl").write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
     content |= report.context_of("favor.eval.asr", argv, ("transformers", "jiwer"), ["--data_dir"])
     report.write(folder, "asr", report_lines(content), content, ())
-    print("\n".join(report_lines(content)))
+    processes().print("\n".join(report_lines(content)))
     return 0
 
 
-cli = program("favor.eval.asr", main)
+cli = shared_program("favor.eval.asr", main)
 
 
 if __name__ == "__main__":

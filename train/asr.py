@@ -237,7 +237,7 @@ def start() -> None:
     Accelerator().end_training()
 
 
-cli = program("favor-asr", start)
+cli = program("favor-asr", start, several=True)
 
 if __name__ == "__main__":
     cli()

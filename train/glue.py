@@ -250,7 +250,7 @@ def _write_results(accelerator: Accelerator, folder: Path, results: dict[str, An
         checkpoint.write_json(folder / checkpoint.RESULTS, results)
 
 
-cli = program("favor-glue", main)
+cli = program("favor-glue", main, several=True)
 
 if __name__ == "__main__":
     cli()

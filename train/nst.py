@@ -351,7 +351,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     return results
 
 
-cli = program(NAME, main)
+cli = program(NAME, main, several=True)
 
 if __name__ == "__main__":
     cli()

@@ -7,9 +7,14 @@ from pathlib import Path
 
 import torch
 
+from favor.eval.common.processes import processes
+
 
 def device_or_default(given: str | None) -> str:
-    """Gives the device that the user chose, else cuda if there is a GPU, else cpu."""
+    """Gives the chosen device, else that of this of several processes, else cuda if there is a GPU, else cpu."""
+    state = processes()
+    if given is None and state.num_processes > 1:
+        return str(state.device)
     return given or ("cuda" if torch.cuda.is_available() else "cpu")
 
 

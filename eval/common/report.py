@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from favor.eval.common import launch
+from favor.eval.common.processes import processes
 
 DATA = "DATA"
 
@@ -80,9 +81,10 @@ def context(command: str, packages: Sequence[str] = ("scikit-learn", "numpy")) -
     """Gives command, machine and versions."""
     known = launch.versions()
     versions = {name: known[name] for name in ("python", "favor", "torch")}
+    several = f", {number} processes" if (number := processes().num_processes) > 1 else ""
     return {
         "command": command,
-        "machine": f"{launch.machine()}, {torch.get_num_threads()} threads",
+        "machine": f"{launch.machine()}, {torch.get_num_threads()} threads{several}",
         "versions": versions | {name: metadata.version(name) for name in packages},
     }
 
@@ -116,9 +118,9 @@ class Records:
         return self._known.get(json.dumps(of, sort_keys=True))
 
     def add(self, of: Any, result: dict[str, Any]) -> None:
-        """Adds a result, in memory and in the file."""
+        """Adds a result, in memory and, in the first of several processes, in the file."""
         self._known[json.dumps(of, sort_keys=True)] = result
-        if self.path is not None:
+        if self.path is not None and processes().is_main_process:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             with self.path.open("a") as stream:  # the line break comes first: the line before may have been torn
                 stream.write("\n" + json.dumps(dict(zip(self.names, (of, result), strict=True))))
@@ -131,10 +133,14 @@ def finish(
     checks: Sequence[Check] = (),
     shown: Sequence[str] | None = None,
 ) -> int:
-    """Writes a report, prints its lines, or those `shown`, and its checks; gives the exit code, 1 if one fails."""
+    """Writes a report, prints its lines, or those `shown`, and its checks; gives the exit code, 1 if one fails.
+
+    Of several processes the first one writes and prints.
+    """
     write(arguments.output_dir, arguments.name, lines, content, checks)
     printed = lines if shown is None else shown
-    print("\n".join(["", *printed, *([""] if checks else []), *(check.line() for check in checks)]), flush=True)
+    text = "\n".join(["", *printed, *([""] if checks else []), *(check.line() for check in checks)])
+    processes().print(text, flush=True)
     return int(not all(check.holds for check in checks))
 
 
@@ -147,7 +153,9 @@ def write(folder: Path, name: str, lines: Sequence[str], content: Mapping[str, A
 
 
 def write_files(folder: Path, name: str, lines: Sequence[str], content: Mapping[str, Any], indent: int = 1) -> None:
-    """Writes name.md and name.json; numbers that are not finite become words in name.json."""
+    """Writes name.md and name.json, in the first of several processes; numbers that are not finite become words."""
+    if not processes().is_main_process:
+        return
     folder.mkdir(parents=True, exist_ok=True)
     (folder / f"{name}.md").write_text("\n".join(lines) + "\n")
     finite = with_floats(content, lambda number: number if math.isfinite(number) else str(number))

@@ -28,10 +28,11 @@ from typing import Any
 
 from favor.eval.common import launch
 from favor.eval.common.pretrained import PACKAGE, minilm_path
+from favor.eval.common.processes import processes, shared_program
 from favor.eval.common.report import write_files
 from favor.eval.glue import classifier, table
 from favor.train.common.lock import hold, releases_locks
-from favor.train.common.program import Parser, program
+from favor.train.common.program import Parser
 from favor.train.glue import Arguments
 
 DEFAULT_BACKENDS = ("sdpa", "favor+", "favor++", "favor#")
@@ -207,6 +208,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments, rest = parse_arguments(argv)
     if getattr(arguments, "task_name", None) is not None:
         return classifier.run(arguments)
+    if (number := processes().num_processes) > 1:
+        raise ValueError(
+            f"trainings start their own processes, but {number} were started: leave out accelerate launch and give "
+            f"--num_processes {number}; several evaluate a classifier together, with --task_name"
+        )
     runs, failures = train_all(arguments, rest)
     if runs:
         print("\n".join(["", *table.score_lines(runs), *table.mismatched_lines(runs), "", *table.cost_lines(runs)]))
@@ -216,7 +222,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 1 if failures or not runs else 0
 
 
-cli = program("favor.eval.glue", main)
+cli = shared_program("favor.eval.glue", main)
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ from favor import registry
 from favor.config import FavorConfig, feature_family
 from favor.eval.approximation.variants import parse
 from favor.eval.common import report
+from favor.eval.common.processes import in_turns, processes
 from favor.eval.common.program import device_or_default
 from favor.train.common.arguments import DataArguments, ModelArguments
 from favor.train.common.pretrained import check_positions, load_exact, load_tokenizer
@@ -155,7 +156,7 @@ def compare(arguments: argparse.Namespace, samples: Samples) -> list[Row]:
             favor.configure(model, backend, **options)
         rows.append(evaluate(model, samples, name))
         scores = ", ".join(f"{metric} {100 * value:.2f}" for metric, value in rows[-1].metrics.items())
-        print(f"{name}: {scores}, {rows[-1].seconds:.1f} s", flush=True)
+        processes().print(f"{name}: {scores}, {rows[-1].seconds:.1f} s", flush=True)
     return rows
 
 
@@ -193,18 +194,22 @@ def batches(lengths: Sequence[int], bound: int, size: int) -> list[list[int]]:
 def forward(model: Any, samples: Samples, encoded: Any, groups: list[list[int]]) -> tuple[torch.Tensor, float]:
     """Computes the logits `[samples, labels]` of a split, in its order, and gives the seconds that this takes.
 
-    The samples of each group share a batch.
+    The samples of each group share a batch. Several processes share the groups; the seconds are the sum of theirs.
     """
     plain = encoded.remove_columns("label")
     collate: Any = DataCollatorWithPadding(samples.tokenizer)
     found = torch.empty(len(plain), len(samples.rows))
     model(**collate([plain[place] for place in groups[-1]]).to(model.device))  # warms up
-    seconds = 0.0
-    for group in groups:
+
+    def timed(group: list[int]) -> tuple[torch.Tensor, float]:
         inputs = collate([plain[place] for place in group]).to(model.device)
         start = time.perf_counter()
-        found[group] = model(**inputs).logits[:, samples.rows].float().cpu()
-        seconds += time.perf_counter() - start
+        return model(**inputs).logits[:, samples.rows].float().cpu(), time.perf_counter() - start
+
+    seconds = 0.0
+    for group, (logits, took) in in_turns(groups, timed):
+        found[group] = logits
+        seconds += took
     if not found.isfinite().all():
         raise FloatingPointError(f"a logit of {type(model).__name__} is not finite")
     return found, seconds
@@ -309,5 +314,5 @@ def run(arguments: argparse.Namespace) -> int:
     }
     folder = arguments.results_dir or arguments.output_dir
     report.write(folder, arguments.name, lines, content, [])
-    print("\n".join(["", *lines, "", f"written to {folder}"]))
+    processes().print("\n".join(["", *lines, "", f"written to {folder}"]))
     return 0

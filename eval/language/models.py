@@ -16,6 +16,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from favor.eval.common.pretrained import sha256_of
+from favor.eval.common.processes import processes
 from favor.train.clm import check_causal
 from favor_command.saved import load_model, load_processor, read_config
 
@@ -31,8 +32,9 @@ def load(name: str, device: str | torch.device = "cpu") -> tuple[Any, Any]:
     """Loads a model in float32 for evaluation, with exact attention, and its tokenizer."""
     if name == GEMMA:
         folder = gemma_folder()
-        if not folder.is_dir():
-            convert_gemma(folder)
+        with processes().main_process_first():
+            if not folder.is_dir():
+                convert_gemma(folder)
         name = str(folder)
     options = {"dtype": torch.float32, "attn_implementation": "sdpa", "output_loading_info": True}
     model, info = load_model(AutoModelForCausalLM, name, config=read_config(name), **options)

@@ -28,11 +28,12 @@ import numpy as np
 import torch
 
 from favor.eval.common import report
+from favor.eval.common.processes import processes, shared_program
 from favor.eval.language import program as shared
 from favor.eval.language.models import load
 from favor.eval.language.program import Variant
 from favor.eval.language.tasks import HIDDEN, TASKS, Document, Haystack, Prompt
-from favor.train.common.program import Parser, program
+from favor.train.common.program import Parser
 from favor.train.text.samples import read_text
 
 NAME = "favor.eval.language.needle"
@@ -121,19 +122,26 @@ def measure(
     """Measures all documents; what is in the records is not measured again."""
     answers: dict[Key, list[dict[str, Any]]] = {}
     seconds: dict[tuple[str, int], list[list[float]]] = {}
-    for length, case, document in documents(haystack, arguments):
-        for variant in arguments.variants:
-            of = {"model": called, "document": document.digest, "variant": variant.label, "cache": variant.cache}
-            result = arguments.records.find(of)
-            if result is None:
-                result = answer(model, haystack.tokenizer, variant, document)
-                arguments.records.add(of, result)
-                said = ", ".join(f"{a['task']} {a['score']:.2g} ({a['nats']:.2f})" for a in result["answers"])
-                took = " + ".join(f"{part:.1f}" for part in result["seconds"])
-                print(f"{length} tokens, case {case}, {variant.label}: {said}; {took} s", flush=True)
-            for found in result["answers"]:
-                answers.setdefault((found["task"], variant.label, length), []).append(found)
-            seconds.setdefault((variant.label, length), []).append(result["seconds"])
+
+    def pieces() -> Iterator[tuple[dict[str, str], tuple[Variant, int, int, Document]]]:
+        for length, own in itertools.groupby(documents(haystack, arguments), lambda one: one[0]):
+            # Neighbours, which several processes measure at a time, take about as long.
+            for variant, (_, case, document) in itertools.product(arguments.variants, own):
+                of = {"model": called, "document": document.digest, "variant": variant.label, "cache": variant.cache}
+                yield of, (variant, length, case, document)
+
+    def answers_of(piece: tuple[Variant, int, int, Document]) -> dict[str, Any]:
+        variant, *_, document = piece
+        return answer(model, haystack.tokenizer, variant, document)
+
+    for (variant, length, case, _), result, is_new in shared.measured(arguments.records, pieces(), answers_of):
+        if is_new:
+            said = ", ".join(f"{a['task']} {a['score']:.2g} ({a['nats']:.2f})" for a in result["answers"])
+            took = " + ".join(f"{part:.1f}" for part in result["seconds"])
+            processes().print(f"{length} tokens, case {case}, {variant.label}: {said}; {took} s", flush=True)
+        for found in result["answers"]:
+            answers.setdefault((found["task"], variant.label, length), []).append(found)
+        seconds.setdefault((variant.label, length), []).append(result["seconds"])
     labels = [variant.label for variant in arguments.variants]
     keys = itertools.product(arguments.tasks, labels, arguments.lengths)
     means = {key: [float(mean) for mean in np.mean(own, 0).round(3)] for key, own in seconds.items()}
@@ -211,7 +219,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-cli = program(NAME, main)
+cli = shared_program(NAME, main)
 
 
 if __name__ == "__main__":

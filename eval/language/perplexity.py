@@ -15,7 +15,7 @@ import contextlib
 import hashlib
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +24,10 @@ import torch
 from torch import Tensor
 
 from favor.eval.common import report
+from favor.eval.common.processes import processes, shared_program
 from favor.eval.language import program as shared
 from favor.eval.language.models import load
-from favor.train.common.program import Parser, program
+from favor.train.common.program import Parser
 from favor.train.text.samples import samples
 
 NAME = "favor.eval.language.perplexity"
@@ -81,20 +82,28 @@ def token_nats(model: Any, ids: Tensor) -> Tensor:
 def measure(model: Any, tokenizer: Any, arguments: argparse.Namespace, called: str) -> Results:
     """Computes the mean nats of every sample, whole and second half, `[samples, 2]` by text, length and variant."""
     found: dict[tuple[str, int, str], list[list[float]]] = {}
-    for path, length in itertools.product(arguments.texts, arguments.lengths):
-        pieces = samples(path, tokenizer, length, arguments.samples, arguments.seed)
-        for (number, ids), variant in itertools.product(enumerate(pieces.split(1)), arguments.variants):
-            digest = hashlib.sha256(repr(ids.tolist()).encode()).hexdigest()[:12]
-            of = {"model": called, "sample": digest, "variant": variant.label}
-            result = arguments.records.find(of)
-            if result is None:
-                variant.apply(model)
-                nats = token_nats(model, ids.to(model.device))
-                result = {"nats": [float(nats.mean()), float(nats[length // 2 - 1 :].mean())]}
-                arguments.records.add(of, result)
-                shown = f"{length} tokens, sample {number}, {variant.label}"
-                print(f"{Path(path).name}, {shown}: {result['nats'][0]:.4f} nats", flush=True)
-            found.setdefault((Path(path).name, length, variant.label), []).append(result["nats"])
+
+    def pieces() -> Iterator[tuple[dict[str, str], tuple[str, int, Tensor, shared.Variant]]]:
+        for path, length in itertools.product(arguments.texts, arguments.lengths):
+            rows = samples(path, tokenizer, length, arguments.samples, arguments.seed).split(1)
+            # Neighbours, which several processes measure at a time, take about as long.
+            for variant, (number, ids) in itertools.product(arguments.variants, enumerate(rows)):
+                digest = hashlib.sha256(repr(ids.tolist()).encode()).hexdigest()[:12]
+                of = {"model": called, "sample": digest, "variant": variant.label}
+                yield of, (Path(path).name, number, ids, variant)
+
+    def nats_of(piece: tuple[str, int, Tensor, shared.Variant]) -> dict[str, Any]:
+        *_, ids, variant = piece
+        variant.apply(model)
+        nats = token_nats(model, ids.to(model.device))
+        return {"nats": [float(nats.mean()), float(nats[ids.shape[1] // 2 - 1 :].mean())]}
+
+    for (text, number, ids, variant), result, is_new in shared.measured(arguments.records, pieces(), nats_of):
+        length = ids.shape[1]
+        if is_new:
+            shown = f"{length} tokens, sample {number}, {variant.label}"
+            processes().print(f"{text}, {shown}: {result['nats'][0]:.4f} nats", flush=True)
+        found.setdefault((text, length, variant.label), []).append(result["nats"])
     return {key: np.array(rows) for key, rows in found.items()}
 
 
@@ -148,7 +157,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return report.finish(arguments, report_lines(cells, context), {**context, "cells": cells})
 
 
-cli = program(NAME, main)
+cli = shared_program(NAME, main)
 
 
 if __name__ == "__main__":

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from transformers import Cache, DynamicCache, PreTrainedModel
 
@@ -14,6 +14,7 @@ import favor
 from favor.config import FavorConfig, feature_family
 from favor.eval.approximation.variants import parse
 from favor.eval.common import report
+from favor.eval.common.processes import in_turns
 from favor.eval.common.program import add_results, device_or_default
 from favor.train.common.program import Parser
 
@@ -21,6 +22,8 @@ CACHES = ("dynamic", "state")
 EXACT, SDPA = "exact", "sdpa"
 # More keys than any text here has.
 ALWAYS = 2**40
+P = TypeVar("P")
+Found = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -94,6 +97,19 @@ def prepare(parser: Parser, words: Sequence[str] | None) -> argparse.Namespace:
         raise ValueError(str(error)) from error
     arguments.records = report.Records(arguments.output_dir / f"{arguments.name}.jsonl")
     return arguments
+
+
+def measured(
+    records: report.Records, pieces: Iterable[tuple[Found, P]], measure: Callable[[P], Found]
+) -> Iterator[tuple[P, Found, bool]]:
+    """Measures pieces, each after its description, that are not in the records; several processes share them.
+
+    Yields each piece, its result, and whether it is new.
+    """
+    for (of, piece), result in in_turns(pieces, lambda one: records.find(one[0]) or measure(one[1])):
+        if is_new := records.find(of) is None:
+            records.add(of, result)
+        yield piece, result, is_new
 
 
 def context(program: str, argv: Sequence[str] | None, arguments: argparse.Namespace) -> dict[str, Any]:

@@ -65,18 +65,28 @@ RENAMED: dict[str, tuple[str, ...]] = {
 }
 
 
-def program(name: str, main: Callable[[], Any]) -> Callable[[], None]:
-    """Makes the function that a command line starts: `main`, which reads the arguments of this process itself."""
+def program(name: str, main: Callable[[], Any], several: bool = False) -> Callable[[], None]:
+    """Makes the function that a command line starts: `main`, which reads the arguments of this process itself.
+
+    Without `several` it ends with an error in several processes, since each would do all the work and write all files.
+    """
 
     def cli() -> None:
         debug = DEBUG in sys.argv[1:]
         # The program does not know --debug, and the command recorded in its results does not have it.
         sys.argv[1:] = [word for word in sys.argv[1:] if word != DEBUG]
         with in_one_line_errors(called(name), debug):
+            if (number := started_together()) > 1 and not several:
+                raise ValueError(f"runs in one process, got {number}: leave out accelerate launch or torchrun")
             result = main()
         sys.exit(result if isinstance(result, int) else 0)
 
     return cli
+
+
+def started_together() -> int:
+    """Counts the processes that accelerate launch, or torchrun, started with this one; 1 without them."""
+    return int(os.environ.get("WORLD_SIZE", "1")) if "LOCAL_RANK" in os.environ else 1
 
 
 @contextmanager

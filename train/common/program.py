@@ -20,9 +20,9 @@ import torch
 from accelerate import PartialState
 
 import favor
-from favor_command.program import Formatter, Parser, check_new, did_you_mean, program
+from favor_command.program import Formatter, Parser, check_new, did_you_mean, program, started_together
 
-__all__ = ["DataclassParser", "Formatter", "Parser", "check_new", "did_you_mean", "program"]
+__all__ = ["DataclassParser", "Formatter", "Parser", "check_new", "did_you_mean", "program", "started_together"]
 
 PACKAGES = ("favor", "torch", "transformers", "accelerate", "datasets")
 WORDS = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}

@@ -271,4 +271,4 @@ def programs(
         """
         return run_program(parse_arguments(argv), objective, argv)
 
-    return parse_arguments, main, program(f"favor-{objective.name}", main)
+    return parse_arguments, main, program(f"favor-{objective.name}", main, several=True)

@@ -2,7 +2,6 @@
 
 import hashlib
 import math
-import random
 import re
 from collections import Counter
 from functools import partial
@@ -19,45 +18,12 @@ from favor.eval.language import models, needle, perplexity
 from favor.eval.language.needle import answer
 from favor.eval.language.program import Variant, variants
 from favor.eval.language.tasks import COMMON, HIDDEN, NEAR, OFTEN, SELDOM, TASKS, Haystack
-from favor.eval.small_decoder import make_tokenizer
 from favor.train.text.samples import samples
-
-
-@pytest.fixture(scope="session")
-def novel():
-    """Makes a text of about 12,000 words in sentences."""
-    source = random.Random(0)
-    syllables = ("ba", "le", "mi", "no", "ru", "ta", "se", "ko", "di", "pa")
-    words = ["".join(source.choices(syllables, k=source.choice((2, 3)))) for _ in range(300)]
-    sentences = (" ".join(source.choices(words, k=source.randint(4, 12))) + "." for _ in range(1500))
-    return "\n".join(sentences)
-
-
-@pytest.fixture(scope="session")
-def novel_file(novel, tmp_path_factory):
-    path = tmp_path_factory.mktemp("novel") / "novel.txt"
-    path.write_text(novel)
-    return path
-
-
-@pytest.fixture(scope="session")
-def tokenizer(novel):
-    questions = "What is the pass key? The pass key is 0 1 2 3 4 5 6 7 8 9. The special number of Paris is"
-    return make_tokenizer(f"{novel}\n{questions}", 700)
 
 
 @pytest.fixture(scope="session")
 def haystack(novel, tokenizer):
     return Haystack(novel, tokenizer)
-
-
-@pytest.fixture
-def llama(tokenizer):
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "max_position_embeddings": 2048}
-    config = hf.LlamaConfig(vocab_size=len(tokenizer), num_attention_heads=4, num_key_value_heads=2, **sizes)
-    config.initializer_range = 0.3
-    torch.manual_seed(0)
-    return hf.LlamaForCausalLM(config).eval()
 
 
 @pytest.fixture
@@ -69,13 +35,6 @@ def gemma(tokenizer):
     config = hf.Gemma3TextConfig(**sizes, layer_types=kinds, initializer_range=0.3)
     torch.manual_seed(0)
     return hf.Gemma3ForCausalLM(config).eval()
-
-
-@pytest.fixture
-def folder(llama, tokenizer, tmp_path):
-    llama.save_pretrained(tmp_path / "llama")
-    tokenizer.save_pretrained(tmp_path / "llama")
-    return tmp_path / "llama"
 
 
 def test_options_and_cache_are_read_and_exact_attention_comes_first():
@@ -143,8 +102,8 @@ def test_an_absent_package_is_named_with_the_commands_that_install_it(tmp_path, 
     assert not any((tmp_path / "favor").glob("*"))
 
 
-def test_any_folder_is_loaded_in_float32_and_another_is_refused(folder, tmp_path):
-    model, tokenizer = models.load(str(folder))
+def test_any_folder_is_loaded_in_float32_and_another_is_refused(llama_folder, tmp_path):
+    model, tokenizer = models.load(str(llama_folder))
     assert (model.dtype, model.training, model.config._attn_implementation) == (torch.float32, False, "sdpa")
     assert len(tokenizer) == model.config.vocab_size
     with pytest.raises(ValueError, match=r"holds no config\.json"):
@@ -152,9 +111,9 @@ def test_any_folder_is_loaded_in_float32_and_another_is_refused(folder, tmp_path
 
 
 @pytest.fixture
-def words(folder, novel_file):
+def words(llama_folder, novel_file):
     sizes = ["--lengths", "64", "200", "--samples", "3"]
-    return [folder, "--texts", novel_file, *sizes, "--backends", "exact", "favor+:num_features=8"]
+    return [llama_folder, "--texts", novel_file, *sizes, "--backends", "exact", "favor+:num_features=8"]
 
 
 @pytest.mark.parametrize("length", [2, 7, 8, 50])
@@ -305,12 +264,12 @@ def test_answers_are_those_of_generate_and_nats_those_of_a_full_pass(name, text,
 
 
 @pytest.fixture
-def run(folder, novel_file, monkeypatch, ran):
+def run(llama_folder, novel_file, monkeypatch, ran):
     """Gives a function that runs the program; it returns its JSON and its Markdown."""
     monkeypatch.setattr(needle, "DEPTHS", 2)
 
     def call(*words):
-        where = [folder, "--text", novel_file, "--backends", *BACKENDS]
+        where = [llama_folder, "--text", novel_file, "--backends", *BACKENDS]
         return ran(needle, *where, "--cases", 4, *words, code=0)
 
     return call

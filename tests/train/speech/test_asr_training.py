@@ -22,7 +22,9 @@ from speech_corpus import (
     WHISPER,
     assert_told,
     make_processor,
+    members,
     write_corpus,
+    write_shard,
 )
 from stopping import same_weights, whole_and_resumed
 from transformers import AutoModelForCTC, AutoProcessor, WhisperFeatureExtractor
@@ -104,11 +106,14 @@ RESUMED = {
 
 
 @pytest.mark.parametrize("name", RESUMED)
-def test_resume_repeats_the_uninterrupted_run(name, training, sounds, whisper, tmp_path):
-    """With all that is drawn in a training, the average of the weights, and a teacher."""
+def test_resume_repeats_the_uninterrupted_run(name, training, sounds, whisper, corpus, tmp_path):
+    """With all that is drawn in a training, the average of the weights, and a teacher; the Whisper hears shards."""
+    for split, place in (("train", slice(4)), ("train", slice(4, None)), ("dev", slice(None))):
+        shard = tmp_path / "shards" / f"{split}-{place.start or 0}.tar"
+        write_shard(shard, members(load_speech(corpus, split)[0][place]))
     steps = {"max_train_steps": 4, "checkpointing_steps": 3}
     more = {"noise_dir": sounds / "noise", "reverb_dir": sounds / "rooms", "whisper_teacher": whisper}
-    settings = RESUMED[name] | (more if name == "Conformer" else {})
+    settings = RESUMED[name] | (more if name == "Conformer" else {"data_dir": tmp_path / "shards"})
     whole, resumed = whole_and_resumed(partial(training, settings), tmp_path, 3, **steps)
     assert resumed["metrics"] == whole["metrics"]
     assert resumed["history"] == whole["history"]
