@@ -1,7 +1,8 @@
 """Attention over sequences that are cut into pieces, one for each process.
 
 Every process attends with its queries to its own keys, and exchanges what others need of its keys: of positive features
-a weight and a mean value each, whose size does not depend on the length; of causal landmarks all keys and values.
+a weight and a mean value each, whose size does not depend on the length. Landmarks search all keys: processes exchange
+their pieces of all heads for whole sequences of some heads.
 """
 
 from __future__ import annotations
@@ -38,8 +39,9 @@ def sequence_parallel(mesh: Any, *, heads: bool = False) -> Iterator[None]:
         mesh: a `torch.distributed.device_mesh.DeviceMesh` of one dimension, or a process group.
         heads: whether the attention layers of a model exchange their pieces of all heads for whole sequences of some
             heads, and back (Ulysses, Jacobs et al., 2023). The number of processes divides the key heads, and
-            everything works that works on whole sequences, such as landmarks of encoders and exact layers. Default:
-            layers exchange sums over keys, or read all keys.
+            everything works that works on whole sequences, such as exact layers. Default: positive features exchange
+            sums over keys, landmarks exchange heads if the number of processes divides the key heads; in other decoders
+            they read the keys and values of all.
 
     Returns:
         a context manager.
@@ -149,6 +151,11 @@ def exchanged(tensor: Tensor, group: Any) -> Tensor:
     return found.movedim(0, 2).flatten(2, 3)
 
 
+def gathered_mask(mask: Tensor, group: Any) -> Tensor:
+    """Gives the mask `[B, L]` of whole sequences, from those of pieces."""
+    return gathered(mask.to(torch.uint8), group).movedim(0, 1).flatten(1).to(torch.bool)
+
+
 def parallel_attention(
     family: Family, query: Tensor, key: Tensor, value: Tensor, call: AttentionCall, group: Any
 ) -> Tensor:
@@ -161,14 +168,28 @@ def parallel_attention(
         raise ValueError("sequence_parallel takes no packed sequences, no state and no relative positions.")
     if isinstance(family, PositiveFeatures):
         return _by_features(family, query, key, value, call, group)
-    if family.selects_keys and call.is_causal:
+    if not family.selects_keys:
+        raise ValueError(f"sequence_parallel takes positive features and landmarks, got {family.name}.")
+    if key.shape[1] % dist.get_world_size(group) == 0:
+        return _by_heads(family, query, key, value, call, group)
+    if call.is_causal:
         from favor.landmark.pieces import attention  # which imports this package
 
         return attention(query, key, value, call, group)
     raise ValueError(
-        f"{family.name} attention of encoders needs whole sequences: it sorts all keys. Inside sequence_parallel take "
-        "positive features (favor+, favor++, favor#), or causal landmarks."
+        f"inside sequence_parallel landmarks of encoders give each process equally many key heads, and there are "
+        f"{key.shape[1]} for {dist.get_world_size(group)} processes. Take a number of processes that divides them, or "
+        "positive features (favor+, favor++, favor#)."
     )
+
+
+def _by_heads(family: Family, query: Tensor, key: Tensor, value: Tensor, call: AttentionCall, group: Any) -> Tensor:
+    from favor.landmark.attention import attend  # which imports this package
+
+    masks = (None if mask is None else gathered_mask(mask, group) for mask in (call.key_mask, call.query_mask))
+    call = replace(call, **dict[str, Any](zip(("key_mask", "query_mask"), masks, strict=True)))
+    query, key, value = (exchanged(tensor, group) for tensor in (query, key, value))
+    return exchanged(attend(family, query, key, value, call).transpose(1, 2), group).transpose(1, 2)
 
 
 def _by_features(

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from favor.attention.functional import HEAD_GROUPS
-from favor.attention.parallel import exchanged, gathered
+from favor.attention.parallel import exchanged, gathered_mask
 from favor.integrations.cache import CACHE_LAYER
 from favor.integrations.exact import Share, share_of
 from favor.integrations.masks import Visibility, record, visibility
@@ -77,7 +77,7 @@ def _whole_visibility(
     if known is not None:
         return known
     real = torch.ones(shape[::2], dtype=torch.bool, device=key.device) if sees.padding is None else sees.padding
-    real = gathered(real.to(torch.uint8), group).movedim(0, 1).flatten(1).to(torch.bool)
+    real = gathered_mask(real, group)
     counts = () if is_tracing(real) else real.sum(1).tolist()  # a GPU waits here, once per mask
     is_full = bool(counts) and min(counts) == real.shape[1]
     sees = sees._replace(padding=None if is_full else real, counts=counts)

@@ -1,4 +1,4 @@
-"""Causal landmarks of sequences that are cut over processes: a process reads the keys and values of all."""
+"""Causal landmarks of sequences cut over processes, with few key heads: a process reads the keys and values of all."""
 
 from __future__ import annotations
 

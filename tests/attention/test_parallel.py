@@ -14,21 +14,23 @@ from favor.kernels.operands import Operands
 from favor.kernels.ops import attention_and_normaliser
 
 LENGTH, PIECES = 256, 4
-# Features, whether causal, padded (whole pieces in one row), and further options.
+# Features, key heads for four heads, whether causal, padded (whole pieces in one row), and further options.
 CASES = [
-    ("pos", False, True, {}),
-    ("pos", True, False, {}),
-    ("pos", False, True, {"window": 32}),
-    ("pos", True, True, {"window": 64}),
-    ("sderf", False, True, {}),
-    ("landmark", True, True, {"selected_keys": 16}),
+    ("pos", 2, False, True, {}),
+    ("pos", 2, True, False, {}),
+    ("pos", 2, False, True, {"window": 32}),
+    ("pos", 2, True, True, {"window": 64}),
+    ("sderf", 2, False, True, {}),
+    ("landmark", 2, True, True, {"selected_keys": 16}),
+    ("landmark", 4, True, True, {"selected_keys": 16}),
+    ("landmark", 4, False, True, {"selected_keys": 16}),
 ]
 
 
 def inputs_of(case):
-    features, is_causal, padded, options = case
+    features, key_heads, is_causal, padded, options = case
     generator = torch.Generator().manual_seed(0)
-    tensors = [torch.randn(2, heads, LENGTH, 8, generator=generator) for heads in (4, 2, 2, 4)]
+    tensors = [torch.randn(2, heads, LENGTH, 8, generator=generator) for heads in (4, key_heads, key_heads, 4)]
     mask = torch.ones(2, LENGTH, dtype=torch.bool)
     if padded:
         mask[0, 150:] = False
@@ -102,7 +104,7 @@ def in_pieces(rank, address):
         with pytest.raises(ValueError, match="inside sequence_parallel LlamaAttention would be exact"):
             exact(ids)
         query = torch.randn(1, 2, 8, 4)
-        with pytest.raises(ValueError, match="landmark attention of encoders needs whole sequences"):
+        with pytest.raises(ValueError, match="there are 2 for 4 processes"):
             favor.favor_attention(query, query, query, features="landmark")
     assert (found - wanted).abs().max() < 1e-4
     in_two_ways(ids)
