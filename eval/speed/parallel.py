@@ -134,8 +134,8 @@ def cell(method: str, length: int, processes: int) -> dict[str, float]:
 def by_formula(length: int, processes: int) -> float:
     """Counts the bytes of a layer that a process receives with exact attention, both passes, float32.
 
-    Keys and values go round, and backwards with their gradients. To gather all of them twice, and to add up their
-    gradients where they came from, takes as many.
+    Keys and values go round, and backwards with their gradients. To gather them once, and to bring their gradients back,
+    takes 2/3 of it, and memory for those of all.
     """
     return 3 * 2 * length * HEADS * WIDTH * 4 * (processes - 1) / processes
 
@@ -205,7 +205,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     ]
     lines = ["# Sequences cut over processes", "", TEXT.format(layers=LAYERS, heads=HEADS, width=WIDTH), ""]
     lines += report.table(HEADER, [row(own, results) for own in results])
-    lines += ["", "Exact attention by formula, ring or gathered keys: MB that a process receives in a layer.", ""]
+    lines += ["", "Exact attention in a ring, by formula: MB that a process receives in a layer.", ""]
     lines += report.table(["tokens", "processes", "MB"], formulas)
     content = {**report.context_of(NAME, argv, ("transformers",)), "seed": SEED, "results": results}
     return report.finish(given, lines, content, checks_of(results))

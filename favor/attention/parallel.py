@@ -118,9 +118,9 @@ class _Gathered(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        grad = grad.contiguous()
-        dist.all_reduce(grad, group=ctx.group)
-        return grad[dist.get_rank(ctx.group)], None
+        found = torch.empty_like(grad, memory_format=torch.contiguous_format)
+        dist.all_to_all_single(found, grad.contiguous(), group=ctx.group)
+        return found.sum(0), None
 
 
 def gathered(tensor: Tensor, group: Any) -> Tensor:

@@ -70,6 +70,7 @@ EVAL = Folder(
         "time and memory": {
             "speed": Program("favor.eval.speed.__main__", "attention and whole models, by length"),
             "roofline": Program("favor.eval.speed.roofline", "least times on a GPU, by arithmetic"),
+            "parallel": Program("favor.eval.speed.parallel", "sequences cut over processes: bytes, memory, time"),
             "generation": Program("favor.eval.generation", "time of a token in generation, and memory of the cache"),
             "gpu": Program("favor.eval.gpu", "all that needs a GPU, in visits of some minutes"),
         },
