@@ -52,7 +52,10 @@ def parse_arguments(words: Sequence[str] | None) -> argparse.Namespace:
     add("--processes", nargs="+", type=int, default=[1, 2, 4], help="numbers of processes")
     add("--methods", nargs="+", choices=METHODS, default=list(METHODS), help="what to measure", metavar="METHOD")
     add_results(parser, "speed_parallel")
-    return parser.parse_args(words)
+    given = parser.parse_args(words)
+    if min(given.processes) < 1 or any(length % number for length in given.lengths for number in given.processes):
+        parser.error("each of --lengths must be a multiple of each of --processes, which are at least 1")
+    return given
 
 
 def build(method: str, length: int) -> PreTrainedModel:
@@ -70,7 +73,7 @@ def build(method: str, length: int) -> PreTrainedModel:
 
 
 class Received(TorchDispatchMode):
-    """Counts the bytes that this process receives in collectives, as algorithms with the fewest bytes do them."""
+    """Counts the bytes that this process receives in collectives."""
 
     def __init__(self, processes: int) -> None:
         super().__init__()
@@ -79,14 +82,10 @@ class Received(TorchDispatchMode):
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = function.name()
         if name.startswith("c10d::"):
-            first = sum(own.nbytes for own in tree_leaves(args[0]) if isinstance(own, Tensor))
-            others = (self.processes - 1) / self.processes
-            if "allreduce" in name:  # a sum of parts, and the sums back
-                self.bytes += round(2 * others * first)
-            elif "gather" in name or "alltoall" in name:  # the first argument holds what arrives
-                self.bytes += round(others * first)
-            elif "barrier" not in name:
+            if "allgather" not in name and "alltoall" not in name:
                 raise NotImplementedError(f"bytes of {name} are not counted")
+            arrives = sum(own.nbytes for own in tree_leaves(args[0]) if isinstance(own, Tensor))
+            self.bytes += arrives * (self.processes - 1) // self.processes  # its own part it has
         return function(*args, **(kwargs or {}))
 
 
@@ -134,8 +133,8 @@ def cell(method: str, length: int, processes: int) -> dict[str, float]:
 def by_formula(length: int, processes: int) -> float:
     """Counts the bytes of a layer that a process receives with exact attention, both passes, float32.
 
-    Keys and values go round, and backwards with their gradients. To gather them once, and to bring their gradients back,
-    takes 2/3 of it, and memory for those of all.
+    Keys and values go round, and backwards with their gradients. To gather them once, and to bring their gradients
+    back, takes 2/3 of it, and memory for those of all.
     """
     return 3 * 2 * length * HEADS * WIDTH * 4 * (processes - 1) / processes
 

@@ -12,7 +12,7 @@ from favor.attention.functional import favor_attention
 from favor.eval import generation
 from favor.eval.common.isolated import Failure, isolated, unavailable
 from favor.eval.speed import __main__ as speed
-from favor.eval.speed import measure, methods, models, reference, report
+from favor.eval.speed import measure, methods, models, parallel, reference, report
 from favor.eval.speed.__main__ import DIRECTIONS
 from favor.eval.speed.methods import Cell, by_name
 
@@ -337,3 +337,12 @@ def test_a_cache_that_forgets_is_not_timed(tmp_path, monkeypatch, capsys):
     assert generation.main([*SMALL, "--lengths", "6", "--backends", "favor+", "--output_dir", str(tmp_path)]) == 1
     assert "6 tokens: the cache differs from a full pass by" in capsys.readouterr().out
     assert not list(tmp_path.iterdir())
+
+
+def test_bytes_between_processes_are_those_of_the_formulas(ran):
+    content, _ = ran(parallel, "--lengths", "256", "--processes", "2", "--methods", "favor+", "landmark")
+    heads, width, features, length, processes = 4, 64, 256, 256, 2
+    sums = (processes - 1) * heads * features * (width + 1)
+    exchanged = (processes - 1) * 4 * heads * width * length // processes**2  # queries, keys, values and outputs
+    found = {own["method"]: own["bytes"] for own in content["results"]}
+    assert found == {"favor+": 2 * 4 * sums, "landmark": 2 * 4 * exchanged}  # both passes, float32
