@@ -93,7 +93,7 @@ def compare_heads(rank, group):
         dist.all_reduce(gradients)
         errors = [(found - wanted[:, some]).abs().max() / wanted.abs().max()]
         errors.append((gradients - wanted_gradients).abs().max() / wanted_gradients.abs().max())
-        if not max(errors) < 1e-5:
+        if not max(errors) < 5e-5:  # rounding, which large weights amplify, is up to 2e-5
             wrong[name] = errors
     assert not wrong, wrong
 
