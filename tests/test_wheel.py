@@ -102,7 +102,7 @@ def test_the_wheel_alone_loads_models_and_runs_the_first_example(dist, tmp_path)
     (wheel,) = dist.glob("*.whl")
     venv.create(tmp_path / "env", symlinks=True, with_pip=False)
     python = tmp_path / "env" / "bin" / "python"
-    run(sys.executable, "-m", "pip", "--python", python, "install", "--quiet", "--no-deps", "--no-index", wheel)
+    run(sys.executable, "-m", "pip", "--python", python, "install", "--quiet", "--no-deps", "--no-compile", "--no-index", wheel)
     (site,) = (tmp_path / "env" / "lib").glob("python*/site-packages")
     needed = [line for line in importlib.metadata.requires("favor") if "extra ==" not in line]
     show(closure(needed), site)
