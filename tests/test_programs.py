@@ -75,14 +75,12 @@ def answers():
     for target in [*programs(), *sorted(set(SCRIPTS.values()))]:
         module, _, function = target.partition(":")
         printed = io.StringIO()
-        with pytest.MonkeyPatch.context() as patch, redirect_stdout(printed), pytest.raises(SystemExit) as ended:
+        main = {"run_name": "__main__", "alter_sys": True}
+        with pytest.MonkeyPatch.context() as patch, redirect_stdout(printed), warnings.catch_warnings():
             patch.setattr(sys, "argv", [module, "--help"])
-            with warnings.catch_warnings():
-                warnings.filterwarnings("ignore", message=".*found in sys.modules")
-                if function:
-                    getattr(import_module(module), function)()
-                else:
-                    runpy.run_module(module, run_name="__main__", alter_sys=True)
+            warnings.filterwarnings("ignore", message=".*found in sys.modules")
+            with pytest.raises(SystemExit) as ended:
+                getattr(import_module(module), function)() if function else runpy.run_module(module, **main)
         found[target] = [ended.value.code, printed.getvalue()]
     return found
 
