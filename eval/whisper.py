@@ -41,6 +41,7 @@ from favor.train.speech.word_errors import word_errors
 from favor_command.saved import load_model, load_processor, read_config
 
 RATE = 16000
+SECONDS = (24.0, 28.0)  # of a piece, least and most
 MAX_NEW_TOKENS = 224  # as in OpenAI's program
 HEAD_PIECES = 4  # on which the errors of the heads are measured
 
@@ -53,8 +54,6 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_place("model_name_or_path", "model", text, needed=False)
     add("--data_dir", type=Path, required=True, help="folder in LibriSpeech's layout, or with manifests")
     add("--split", default="dev+test", help="split of the data; several are joined by +")
-    kinds: dict[str, Any] = {"type": float, "nargs": 2, "metavar": ("LEAST", "MOST")}
-    add("--piece_seconds", default=[24.0, 28.0], help="length of a piece", **kinds)
     add("--pieces", type=int, default=2, help="greatest number of pieces per speaker")
     backends: dict[str, Any] = {"nargs": "+", "metavar": "NAME[:FEATURES][:OPTION=VALUE,...]"}
     backends["help"] = "backends of the encoder; options given here replace the lists below"
@@ -69,8 +68,6 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     arguments.model = arguments.model and Path(arguments.model)
     if min(arguments.pieces, arguments.per_device_eval_batch_size) < 1:
         parser.error("--pieces and --per_device_eval_batch_size must be at least 1")
-    if not 0 < arguments.piece_seconds[0] <= arguments.piece_seconds[1] <= 30:
-        parser.error("--piece_seconds must be two numbers, the smaller one first, of at most 30 seconds")
     return arguments
 
 
@@ -118,7 +115,7 @@ def cut(utterances: Sequence[Utterance], least: float, most: float, number: int)
                 waiting = []
     pieces = [piece for own in found.values() for piece in own[:number]]
     if not pieces:
-        raise ValueError(f"no consecutive utterances are {least:g} to {most:g} seconds long: change --piece_seconds")
+        raise ValueError(f"no consecutive utterances are {least:g} to {most:g} seconds long")
     return pieces
 
 
@@ -153,8 +150,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     variants = variants_of(arguments.backends, arguments.num_features, arguments.windows)
     variants = [variant for variant in variants if variant.is_backend]
     model, processor = load(arguments.model)
-    least, most = arguments.piece_seconds
-    pieces = cut(load_speech(arguments.data_dir, arguments.split)[0], least, most, arguments.pieces)
+    pieces = cut(load_speech(arguments.data_dir, arguments.split)[0], *SECONDS, arguments.pieces)
     normalize = EnglishTextNormalizer({})
     references = [normalize(piece.text) for piece in pieces]
     numbers = [len(reference.split()) for reference in references]

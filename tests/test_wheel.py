@@ -102,7 +102,8 @@ def test_the_wheel_alone_loads_models_and_runs_the_first_example(dist, tmp_path)
     (wheel,) = dist.glob("*.whl")
     venv.create(tmp_path / "env", symlinks=True, with_pip=False)
     python = tmp_path / "env" / "bin" / "python"
-    run(sys.executable, "-m", "pip", "--python", python, "install", "--quiet", "--no-deps", "--no-index", wheel)
+    words = ["install", "--quiet", "--no-deps", "--no-compile", "--no-index"]
+    run(sys.executable, "-m", "pip", "--python", python, *words, wheel)
     (site,) = (tmp_path / "env" / "lib").glob("python*/site-packages")
     needed = [line for line in importlib.metadata.requires("favor") if "extra ==" not in line]
     show(closure(needed), site)
@@ -110,8 +111,8 @@ def test_the_wheel_alone_loads_models_and_runs_the_first_example(dist, tmp_path)
     following = (zip(*both, strict=True) for both in pairwise(blocks))
     code, shown = next(code for kinds, code in following if kinds == ("python", "text"))
     saved = save_models(tmp_path)
-    words = map(json.dumps, ([*saved], EXTRA_PACKAGES))
-    printed = run(python, "-W", "ignore", "-c", ALONE + code + SEEN, *words, cwd=tmp_path)
+    given = map(json.dumps, ([*saved], EXTRA_PACKAGES))
+    printed = run(python, "-W", "ignore", "-c", ALONE + code + SEEN, *given, cwd=tmp_path)
     *output, place, seen = printed.splitlines()
     assert output[: len(saved)] == [f"{name} favor#" for name in saved.values()]
     assert [line.rstrip() for line in output[len(saved) :]] == shown.splitlines()

@@ -46,9 +46,9 @@ class Dataset:
     labels: np.ndarray
     classes: int
 
-    def shuffled(self, seed: int, max_rows: int = 0) -> Dataset:
-        """Gives the rows in random order, only the first `max_rows` of them (0: all)."""
-        order = np.random.default_rng(seed).permutation(len(self.labels))[: max_rows or None]
+    def shuffled(self, seed: int) -> Dataset:
+        """Gives the rows in random order."""
+        order = np.random.default_rng(seed).permutation(len(self.labels))
         return Dataset(self.name, self.x[order], self.labels[order], self.classes)
 
 

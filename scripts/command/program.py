@@ -51,7 +51,7 @@ RENAMED: dict[str, tuple[str, ...]] = {
     "out": ("output_dir",),
     "output": ("output_file",),
     "results": ("results_dir", "output_dir"),
-    "seconds": ("seconds_per_cell", "piece_seconds"),
+    "seconds": ("seconds_per_cell",),
     "seeds": ("seed",),
     "splits": ("eval_splits", "shuffles"),
     "text_file": ("text",),

@@ -16,8 +16,8 @@ from favor.eval.papers import power_methods as methods
 @pytest.fixture(autouse=True)
 def small(sized):
     sized(program.torch, set_num_threads=lambda count: None)
-    sized(program, ROUNDS=1, DRAWS=2, SETS=("digits", "planted"), SWEEPS=(1, 5, 50), STARTS=2)
-    sized(methods, ITERATIONS=400, ROWS=200, GAPS=(0.05,), PASSES=3, SEEDS=1)
+    sized(program, ROUNDS=1, DRAWS=2, SETS=("digits", "planted"), SWEEPS=(1, 5, 50), STARTS=2, TRIES=2, REPEATS=1)
+    sized(methods, ITERATIONS=200, ROWS=200, GAPS=(0.05,), PASSES=3, SEEDS=1)
 
 
 def write_keel(folder):

@@ -184,12 +184,13 @@ def test_rows_are_compared_piece_by_piece():
 def test_the_table(folder, tmp_path, monkeypatch, ran):
     """Exact attention against words counted here; landmarks that select all frames are equal to it."""
     monkeypatch.setattr(whisper, "MAX_NEW_TOKENS", 8)
+    monkeypatch.setattr(whisper, "SECONDS", (2, 3))
     chapter = tmp_path / "LibriSpeech" / "dev" / "7" / "1"
     chapter.mkdir(parents=True)
     for i, seconds in enumerate((1.2, 0.9, 1.1, 1.3)):
         soundfile.write(chapter / f"7-1-{i}.wav", sound(seconds, i), RATE)
     (chapter / "7-1.trans.txt").write_text("".join(f"7-1-{i} A B C{' D' * i}\n" for i in range(4)))
-    words = [folder, "--data_dir", tmp_path, "--split", "dev", "--piece_seconds", 2, 3, "--windows", 0]
+    words = [folder, "--data_dir", tmp_path, "--split", "dev", "--windows", 0]
     words += ["--backends", "landmark:selected_keys=1500", "favor+", "--num_features", 8]
     found, text = ran(whisper, *words)
     assert found["pieces"] == [["7-1-0", "7-1-1"], ["7-1-2", "7-1-3"]]

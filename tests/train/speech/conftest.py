@@ -6,7 +6,17 @@ import pytest
 from launching import caller, forget_accelerator
 from speech_corpus import CONFORMER, HEAD, make_processor, save, write_corpus
 
+from favor.models.conformer.configuration_conformer import PRESETS
 from favor.train import asr
+
+
+@pytest.fixture(autouse=True, scope="session")
+def smaller():
+    """Makes the smallest preset smaller: a quarter of the steps' time, and it learns as well."""
+    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "intermediate_size": 128, "subsampling_conv_channels": 32}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(PRESETS, "tiny", PRESETS["tiny"] | sizes)
+        yield
 
 
 @pytest.fixture(scope="session")

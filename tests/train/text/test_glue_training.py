@@ -156,13 +156,13 @@ def test_resume_repeats_the_uninterrupted_run(train, bert_folder, tmp_path, monk
     # 40 samples in batches of 3, 3 batches a step: 5 steps an epoch, the last one of two batches.
     settings = {"gradient_accumulation_steps": 3, "per_device_train_batch_size": 3, "warmup_ratio": 0.15}
     settings |= {"model_name_or_path": redrawing(bert_folder, tmp_path / "redrawing", 3)}
-    settings |= {"max_train_steps": 13, "checkpointing_steps": 2, **BACKEND}
+    settings |= {"max_train_steps": 8, "checkpointing_steps": 2, **BACKEND}
     train("stsb", "teacher")
     settings |= {"teacher": tmp_path / "teacher"}
     whole = train("stsb", "whole", flags=("group_by_length",), **settings)
-    assert [entry["step"] for entry in whole["per_seed"][0]["history"]] == [5, 10, 13]
+    assert [entry["step"] for entry in whole["per_seed"][0]["history"]] == [5, 8]
     original = checkpoint.Progress.__setattr__
-    for stop in (5, 6, 13):
+    for stop in (5, 6, 8):
         output = f"stopped at {stop}"
 
         def stop_at(self, name, value, stop=stop):
@@ -172,7 +172,7 @@ def test_resume_repeats_the_uninterrupted_run(train, bert_folder, tmp_path, monk
 
         with monkeypatch.context() as patch:
             patch.setattr(checkpoint.Progress, "__setattr__", stop_at)
-            if stop == 13:
+            if stop == 8:
                 patch.setattr(glue, "_write_results", Mock(side_effect=KeyboardInterrupt))
             with pytest.raises(KeyboardInterrupt):
                 train("stsb", output, flags=("group_by_length",), **settings)
@@ -276,11 +276,11 @@ def test_another_architecture(train, bert_folder, tmp_path):
 def test_a_teacher_is_learned_from(train, classifier, tmp_path, glue_folder):
     """The predictions come close to the teacher's."""
     options = {"teacher": classifier.folder, "logits_weight": 10, "learning_rate": 1e-2, **BACKEND}
-    for steps in ("1", "40"):
+    for steps in ("1", "20"):
         train(output=steps, max_train_steps=steps, **options)
     sentences = load_glue("sst2", glue_folder).train["sentence"][:]
     inputs = AutoTokenizer.from_pretrained(classifier.folder)(sentences, return_tensors="pt", padding=True)
-    folders = (classifier.folder, tmp_path / "1", tmp_path / "40")
+    folders = (classifier.folder, tmp_path / "1", tmp_path / "20")
     models = (AutoModelForSequenceClassification.from_pretrained(folder).eval() for folder in folders)
     with torch.no_grad():
         goal, before, after = (model(**inputs).logits for model in models)
