@@ -324,7 +324,11 @@ def _checked(
     if options.get("selected_keys") is None:
         options["selected_keys"] = family.default_selected[bool(options["is_causal"])]
     query_mask = options.pop("query_padding_mask", None)
-    _check_masks((("key_padding_mask", key_mask, key), ("query_padding_mask", query_mask, query)))
+    for name, mask, rows in (("key_padding_mask", key_mask, key), ("query_padding_mask", query_mask, query)):
+        if mask is not None and mask.dtype != torch.bool:
+            raise TypeError(f"{name} must be boolean (True for real tokens), got {mask.dtype}.")
+        if mask is not None and mask.shape != (rows.shape[0], rows.shape[2]):
+            raise ValueError(f"{name} must be [{rows.shape[0]}, {rows.shape[2]}], got {tuple(mask.shape)}.")
     length, keys = query.shape[2], key.shape[2]
     if options["is_causal"] and length > keys:
         raise ValueError(f"causal attention needs at least as many keys as queries, got {length} and {keys}.")
@@ -372,14 +376,6 @@ def _check_tensors(query: Tensor, key: Tensor, value: Tensor) -> None:
         raise ValueError(f"value must agree with key in batch, heads and length {expected}, got {found}.")
     if key.shape[1] == 0 or heads % key.shape[1]:
         raise ValueError(f"query heads must be a multiple of the key heads, got {heads} and {key.shape[1]}.")
-
-
-def _check_masks(masks: tuple[tuple[str, Tensor | None, Tensor], ...]) -> None:
-    for name, mask, rows in masks:
-        if mask is not None and mask.dtype != torch.bool:
-            raise TypeError(f"{name} must be boolean (True for real tokens), got {mask.dtype}.")
-        if mask is not None and mask.shape != (rows.shape[0], rows.shape[2]):
-            raise ValueError(f"{name} must be [{rows.shape[0]}, {rows.shape[2]}], got {tuple(mask.shape)}.")
 
 
 def _check_family(call: AttentionCall, family: Family, query: Tensor, key: Tensor) -> None:

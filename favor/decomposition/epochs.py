@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -200,16 +201,16 @@ def _fell(point: Point, end: Point, rounding: float) -> bool:
     return not end.value >= point.value - rounding * max(abs(point.value), abs(point.multiplier))
 
 
+@dataclass(eq=False, repr=False, kw_only=True)
 class StochasticPower(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimator):
-    """Base of the estimators that climb by variance-reduced epochs; not for use by itself."""
+    """Base of the estimators that climb by variance-reduced epochs; a subclass has `n_components`."""
 
-    n_components: int
-    batch_size: float
-    eta: float
-    epoch_length: int
-    tol: float
-    max_epochs: int
-    random_state: Any
+    batch_size: float = 0.01
+    eta: float = 1.0
+    epoch_length: int = 25
+    tol: float = 1e-6
+    max_epochs: int = 100
+    random_state: Any = None
 
     def transform(self, X: Any) -> Any:
         """Multiplies rows `[n, n_features]` with the components, `[n, n_components]`; a file is read by blocks."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import KW_ONLY, dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -148,6 +149,7 @@ def _flip(K: Tensor, c: Tensor, image: Tensor, tolerance: float) -> bool:
         flipped = True
 
 
+@dataclass(eq=False, repr=False)
 class L1KernelPCA(KernelDecomposition):
     """Kernel PCA that maximises the mean absolute score instead of the mean square, so that outliers count less.
 
@@ -199,22 +201,13 @@ class L1KernelPCA(KernelDecomposition):
 
     """
 
-    def __init__(
-        self,
-        n_components: int | None = None,
-        *,
-        kernel: str | Callable[[Tensor, Tensor], Any] = "linear",
-        gamma: float | None = None,
-        center: bool = True,
-        bit_flips: bool = False,
-        max_iter: int = 1000,
-    ) -> None:
-        self.n_components = n_components
-        self.kernel = kernel
-        self.gamma = gamma
-        self.center = center
-        self.bit_flips = bit_flips
-        self.max_iter = max_iter
+    n_components: int | None = None
+    _: KW_ONLY
+    kernel: str | Callable[[Tensor, Tensor], Any] = "linear"
+    gamma: float | None = None
+    center: bool = True
+    bit_flips: bool = False
+    max_iter: int = 1000
 
     @torch.no_grad()
     def fit(self, X: Any, y: Any = None) -> L1KernelPCA:
@@ -258,6 +251,7 @@ class L1KernelPCA(KernelDecomposition):
         return same_kind(((scores[:, chosen] - means).square() / variances).sum(1), X)
 
 
+@dataclass(eq=False, repr=False)
 class LpKernelPCA(KernelDecomposition):
     """Kernel PCA that maximises the mean of |score|^p: p < 2 heeds outliers less than PCA, p > 2 seeks heavy tails.
 
@@ -304,28 +298,16 @@ class LpKernelPCA(KernelDecomposition):
 
     """
 
-    def __init__(
-        self,
-        n_components: int = 1,
-        *,
-        p: float = 3.0,
-        kernel: str | Callable[[Tensor, Tensor], Any] = "linear",
-        gamma: float | None = None,
-        center: bool = True,
-        shift: float = 0.0,
-        tol: float = 1e-10,
-        max_iter: int = 1000,
-        random_state: Any = None,
-    ) -> None:
-        self.n_components = n_components
-        self.p = p
-        self.kernel = kernel
-        self.gamma = gamma
-        self.center = center
-        self.shift = shift
-        self.tol = tol
-        self.max_iter = max_iter
-        self.random_state = random_state
+    n_components: int = 1
+    _: KW_ONLY
+    p: float = 3.0
+    kernel: str | Callable[[Tensor, Tensor], Any] = "linear"
+    gamma: float | None = None
+    center: bool = True
+    shift: float = 0.0
+    tol: float = 1e-10
+    max_iter: int = 1000
+    random_state: Any = None
 
     @torch.no_grad()
     def fit(self, X: Any, y: Any = None) -> LpKernelPCA:
@@ -338,7 +320,12 @@ class LpKernelPCA(KernelDecomposition):
             directions = self._directions(rows)
             self._keep(X, rows @ directions, None, directions.T)
         else:
-            factor, back = _factored(self._training_kernel(rows, X))
+            # F `[n, r]` with F F' = K and B with F = K B, r the rank: x in R^r has the dual coefficients B x.
+            kernel = self._training_kernel(rows, X)
+            values, vectors = torch.linalg.eigh((kernel + kernel.T) / 2)
+            kept = values > len(values) * torch.finfo(values.dtype).eps * values[-1].clamp(min=0)
+            roots, vectors = values[kept].sqrt(), vectors[:, kept]
+            factor, back = vectors * roots, vectors / roots
             directions = self._directions(factor)
             self._keep(X, factor @ directions, back @ directions, None)
         return self
@@ -390,11 +377,3 @@ def _best_row(factor: Tensor, p: float, generator: torch.Generator) -> Tensor:
     rows = rows / rows.norm(dim=1, keepdim=True)
     scores = (factor @ rows.T).abs()
     return rows[(scores / scores.max()).pow(p).sum(0).argmax()]
-
-
-def _factored(kernel: Tensor) -> tuple[Tensor, Tensor]:
-    """Gives F `[n, r]` with F F' = K and B with F = K B, r the rank: x in R^r has the dual coefficients B x."""
-    values, vectors = torch.linalg.eigh((kernel + kernel.T) / 2)
-    kept = values > len(values) * torch.finfo(values.dtype).eps * values[-1].clamp(min=0)
-    roots, vectors = values[kept].sqrt(), vectors[:, kept]
-    return vectors * roots, vectors / roots

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, dataclass, replace
 from typing import Any
 
 import torch
@@ -139,6 +139,7 @@ def sweep(target: Target, W: Tensor, H: Tensor, product: Tensor, shift: float | 
     return W, H, target.product(W, H)
 
 
+@dataclass(eq=False, repr=False)
 class KLNMF(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimator):
     """Nonnegative factors X ~ W H that minimise sum X log(X / WH) - X + WH, in about half the sweeps of MU.
 
@@ -187,24 +188,14 @@ class KLNMF(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimator):
 
     """
 
-    def __init__(
-        self,
-        n_components: int | None = None,
-        *,
-        shift: float = 0.05,
-        guard: bool = True,
-        init: str = "random",
-        tol: float = 1e-4,
-        max_iter: int = 200,
-        random_state: Any = None,
-    ) -> None:
-        self.n_components = n_components
-        self.shift = shift
-        self.guard = guard
-        self.init = init
-        self.tol = tol
-        self.max_iter = max_iter
-        self.random_state = random_state
+    n_components: int | None = None
+    _: KW_ONLY
+    shift: float = 0.05
+    guard: bool = True
+    init: str = "random"
+    tol: float = 1e-4
+    max_iter: int = 200
+    random_state: Any = None
 
     def fit(self, X: Any, y: Any = None, W: Any = None, H: Any = None) -> KLNMF:
         """Finds both factors and keeps H; the arguments are those of `fit_transform`."""
@@ -280,7 +271,6 @@ class KLNMF(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimator):
     def _start(
         self, target: Target, left: tuple[int, int], right: tuple[int, int], W: Any, H: Any
     ) -> tuple[Tensor, Tensor]:
-        """Gives two factors of these shapes to begin with."""
         like = target.values
         if self.init == "custom":
             return _given("W", W, left, like), _given("H", H, right, like)
@@ -349,7 +339,6 @@ def _scale(target: Target, W: Tensor, H: Tensor) -> Tensor:
 
 
 def _steps_of_rows(target: Target) -> Callable[[State, float | None], State]:
-    """Makes the function that takes steps of W alone."""
     across = target.t()
 
     def step(state: State, shift: float | None) -> State:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 import numpy as np
@@ -37,6 +38,7 @@ def second_eigenvalue(point: Tensor, image: Tensor, last: Tensor, last_image: Te
     return min(max(estimate, 0.0), l1 * (1 - SMALLEST_GAP))
 
 
+@dataclass(eq=False, repr=False)
 class VRPower(StochasticPower):
     """Leading principal components by variance-reduced stochastic power iteration (VR Power).
 
@@ -90,26 +92,9 @@ class VRPower(StochasticPower):
 
     """
 
-    def __init__(
-        self,
-        n_components: int = 1,
-        *,
-        batch_size: float = 0.01,
-        eta: float = 1.0,
-        epoch_length: int = 25,
-        center: bool = False,
-        tol: float = 1e-6,
-        max_epochs: int = 100,
-        random_state: Any = None,
-    ) -> None:
-        self.n_components = n_components
-        self.batch_size = batch_size
-        self.eta = eta
-        self.epoch_length = epoch_length
-        self.center = center
-        self.tol = tol
-        self.max_epochs = max_epochs
-        self.random_state = random_state
+    n_components: int = 1
+    _: KW_ONLY
+    center: bool = False
 
     @torch.no_grad()
     def fit(self, X: Any, y: Any = None) -> VRPower:
@@ -140,6 +125,7 @@ class VRPower(StochasticPower):
         check_flag("center", self.center)
 
 
+@dataclass(eq=False, repr=False)
 class VRHeavyBallPower(VRPower):
     """Leading principal components by variance-reduced power iteration with momentum (VR HB Power).
 
@@ -171,25 +157,10 @@ class VRHeavyBallPower(VRPower):
 
     """
 
-    def __init__(
-        self,
-        n_components: int = 1,
-        *,
-        batch_size: float = 0.01,
-        eta: float = 0.1,
-        epoch_length: int = 25,
-        beta: float | str = "rule",
-        eigenvalues: Any = None,
-        center: bool = False,
-        tol: float = 1e-6,
-        max_epochs: int = 100,
-        random_state: Any = None,
-    ) -> None:
-        steps: dict[str, Any] = {"batch_size": batch_size, "eta": eta, "epoch_length": epoch_length, "tol": tol}
-        rest: dict[str, Any] = {"center": center, "max_epochs": max_epochs, "random_state": random_state}
-        super().__init__(n_components, **steps, **rest)
-        self.beta = beta
-        self.eigenvalues = eigenvalues
+    _: KW_ONLY
+    eta: float = 0.1
+    beta: float | str = "rule"
+    eigenvalues: Any = None
 
     @property
     def _warm_up(self) -> int:

@@ -241,7 +241,6 @@ class SDERF(PositiveFeatures):
 
 
 def _roots(matrix: Tensor) -> tuple[Tensor, Tensor]:
-    """Computes the root and inverse root of a symmetric positive matrix."""
     values, vectors = eigh(matrix)
     return from_spectrum(values.sqrt(), vectors), from_spectrum(values.rsqrt(), vectors)
 

@@ -128,7 +128,6 @@ class HeadOptimizer(Optimizer):
             weakref.finalize(self, hook.remove)
 
     def _check(self, options: Options) -> None:
-        """Raises ValueError for an option out of range."""
         for name in ("lr", "weight_decay", "damping"):
             if name in options and not 0 <= options[name] < float("inf"):
                 raise ValueError(f"{name} must be a number from 0, got {options[name]}.")
