@@ -88,7 +88,6 @@ class SoftmaxKernelSampler(ClassNamePrefixFeaturesOutMixin, TransformerMixin, Ba
         >>> Z = sampler.fit_transform(X)
         >>> bool(np.abs(Z @ Z.T - np.exp(X @ X.T)).max() < 0.2)
         True
-
     """
 
     features: str = "sderf"

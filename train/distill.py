@@ -145,7 +145,6 @@ class DistillArguments(FolderArguments):
     seed: int = option(0, "Seed of the order of samples, dropout and random features.")  # type: ignore[assignment]
 
     def __post_init__(self) -> None:
-        """Checks the values, also together; raises ValueError."""
         super().__post_init__()
         landmarks, weights = self.family.selects_keys, self.feature_weights
         if self.attention_steps is None:
@@ -395,18 +394,15 @@ class Distillation:
         bare = accelerator.unwrap_model(prepared[0])
         decay = given.ema_decay if is_model else 0.0
         run = loop.start(accelerator, prepared, arguments, given.seed, folder, list(bare.parameters()), decay)
-
-        def of_step(trained: Any, batch: dict[str, Tensor]) -> Tensor:
-            return loss(trained, self.data.shaped(batch, run.progress.step), run.progress.step + 1)
-
-        run.loss = of_step
+        shaped, progress = self.data.shaped, run.progress
+        run.loss = lambda trained, batch: loss(trained, shaped(batch, progress.step), progress.step + 1)
         with loop.stoppable(run):
             for epoch in loop.epochs(run):
-                run.progress.history.append({"epoch": epoch, "step": run.progress.step})
-        if given.checkpointing_steps and not (folder / f"checkpoint-{run.progress.step}").exists():
-            checkpoint.save_checkpoint(run.states, folder, run.progress.step)
+                progress.history.append({"epoch": epoch, "step": progress.step})
+        if given.checkpointing_steps and not (folder / f"checkpoint-{progress.step}").exists():
+            checkpoint.save_checkpoint(run.states, folder, progress.step)
         vars(bare).pop("forward", None)  # accelerate's, which lowers the precision: errors are measured in the full one
-        return run.progress.losses, run.trained.eval()
+        return progress.losses, run.trained.eval()
 
     @torch.no_grad()
     def measure(self, stage: str) -> None:

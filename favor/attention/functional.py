@@ -392,8 +392,14 @@ def _check_family(call: AttentionCall, family: Family, query: Tensor, key: Tenso
             raise ValueError(f"{name} must be from 0 to {MOST_TOKENS}, got {getattr(call, name)}.")
     if call.num_features > MOST_FEATURES:
         raise ValueError(f"num_features must be at most {MOST_FEATURES}, got {call.num_features}.")
-    if call.state is not None:
-        _check_state(call, family, lengths)
+    if call.state is not None and not family.supports_state:
+        raise ValueError(f"a state needs positive features or landmarks, got {family!r}; use pos, wderf or landmark.")
+    if call.state is not None and (not call.is_causal or call.packing is not None or lengths[0] != lengths[1]):
+        packed = ", and lengths" if call.packing is not None else ""
+        raise ValueError(
+            "a state is for causal self-attention without packing: is_causal=True, as many keys as queries, no "
+            f"cu_seqlens; got is_causal={call.is_causal}, {lengths[0]} queries and {lengths[1]} keys{packed}."
+        )
     if call.window:
         _check_window(call, family, lengths)
     if call.selected_keys and not family.selects_keys:
@@ -402,17 +408,6 @@ def _check_family(call: AttentionCall, family: Family, query: Tensor, key: Tenso
         raise ValueError(f'{family.name} features have no Triton kernel; use kernel="auto" or "torch".')
     if not family.takes_parameters and not (call.parameters is None and call.correction is None):
         raise ValueError(f"{family.name} features have no parameters that could be given or corrected.")
-
-
-def _check_state(call: AttentionCall, family: Family, lengths: tuple[int, int]) -> None:
-    if not family.supports_state:
-        raise ValueError(f"a state needs positive features or landmarks, got {family!r}; use pos, wderf or landmark.")
-    if not call.is_causal or call.packing is not None or lengths[0] != lengths[1]:
-        packed = ", and lengths" if call.packing is not None else ""
-        raise ValueError(
-            "a state is for causal self-attention without packing: is_causal=True, as many keys as queries, no "
-            f"cu_seqlens; got is_causal={call.is_causal}, {lengths[0]} queries and {lengths[1]} keys{packed}."
-        )
 
 
 def _check_window(call: AttentionCall, family: Family, lengths: tuple[int, int]) -> None:

@@ -357,8 +357,7 @@ def _softmax(query: Tensor, columns: list[Columns], scale: float, memory: tuple[
         return scaled_dot_product_attention(rows, key, value, attn_mask=bias, scale=scale).view(*lead)
     logits = [(query[..., : own.key.shape[-1]] @ own.key.mT).to(own.bias.dtype) * scale + own.bias for own in columns]
     weights = torch.cat(logits, -1).softmax(-1).to(query.dtype).split([part.shape[-1] for part in logits], -1)
-    out: Tensor = sum(part @ own.value for part, own in zip(weights, columns, strict=True))  # type: ignore[assignment]
-    return out
+    return sum(part @ own.value for part, own in zip(weights, columns, strict=True))  # type: ignore[return-value]
 
 
 class _Near:

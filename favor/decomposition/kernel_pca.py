@@ -198,7 +198,6 @@ class L1KernelPCA(KernelDecomposition):
         >>> pca = L1KernelPCA(n_components=1).fit(X)
         >>> np.abs(pca.components_).round(2).tolist(), np.abs(pca.transform([[3.0, 3.0]])).round(2).tolist()
         ([[0.63, 0.77]], [[2.1]])
-
     """
 
     n_components: int | None = None
@@ -295,7 +294,6 @@ class LpKernelPCA(KernelDecomposition):
         >>> pca = LpKernelPCA(p=4, random_state=0).fit(X)
         >>> bool(abs(pca.components_[0, 1]) > 0.99)
         True
-
     """
 
     n_components: int = 1

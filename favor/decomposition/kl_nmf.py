@@ -185,7 +185,6 @@ class KLNMF(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimator):
         >>> W = model.fit_transform(X)
         >>> bool(np.isclose((W @ model.components_).sum(), X.sum()))
         True
-
     """
 
     n_components: int | None = None

@@ -122,7 +122,6 @@ class StochasticSCIPI(StochasticPower):
         >>> likelihoods = np.exp(-((data[:, None] - means) ** 2) / 2)
         >>> StochasticSCIPI("mixture", random_state=0).fit(likelihoods).proportions_.round(1).tolist()
         [0.5, 0.2, 0.3]
-
     """
 
     objective: str | GradientFunction = "lp"

@@ -89,7 +89,6 @@ class VRPower(StochasticPower):
         >>> X = np.random.default_rng(0).normal(size=(2000, 5)) * [2, 1, 1, 1, 1]
         >>> VRPower(random_state=0).fit(X).components_.round(1).tolist()[0][0]
         1.0
-
     """
 
     n_components: int = 1
@@ -154,7 +153,6 @@ class VRHeavyBallPower(VRPower):
         >>> X = np.random.default_rng(0).normal(size=(2000, 5)) * [2, 1, 1, 1, 1]
         >>> VRHeavyBallPower(random_state=0).fit(X).components_.round(1).tolist()[0][0]
         1.0
-
     """
 
     _: KW_ONLY

@@ -209,7 +209,6 @@ def _describe_layer(name: str, module: nn.Module, length: int, device: str | Non
 
 
 def _parameters(options: FavorConfig, family: Any, choice: dict[str, Any], is_decoder: bool) -> tuple[str, str]:
-    """Tells where the parameters of a layer come from, and what is missing."""
     if not family.takes_parameters or not (family.needs_statistics or choice.get("family") == family.name):
         return "none", ""
     if options.statistics == "batch":

@@ -302,7 +302,6 @@ def _join(joint: Joint, hidden: Tensor, prediction: Tensor) -> Tensor:
 
 
 def _check_vocabulary(logits: Tensor, most: int) -> None:
-    """Raises ValueError if the largest id is none of the labels of the logits."""
     if most >= logits.shape[-1]:
         raise ValueError(f"targets and blank must be ids from 0 to {logits.shape[-1] - 1}, got {most}.")
 

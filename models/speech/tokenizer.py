@@ -148,7 +148,6 @@ class ConformerTokenizer(TokenizersBackend):
 
 
 def _offsets(name: str, spans: list[Span]) -> list[dict[str, Any]]:
-    """Spans as transformers writes them."""
     return [{name: span.text, "start_offset": span.start, "end_offset": span.end} for span in spans]
 
 
@@ -263,7 +262,6 @@ def train_tokenizer(
 
 
 def _train(lines: list[str], model_type: str, vocab_size: int) -> bytes:
-    """Trains the sentencepiece model and gives it serialized."""
     import sentencepiece
 
     out, special = io.BytesIO(), dict[str, Any]()
@@ -294,7 +292,6 @@ def _train(lines: list[str], model_type: str, vocab_size: int) -> bytes:
 
 
 def _too_large(vocab_size: int, limit: int, lines: list[str], model_type: str) -> ValueError:
-    """Gives the error for more pieces than the texts have."""
     return ValueError(
         f"vocab_size must be at most {limit} for {len(lines)} texts and model_type {model_type!r}, got {vocab_size}: "
         "lower it or give more text."

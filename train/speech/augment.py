@@ -42,7 +42,6 @@ class SpecAugment:
     value: float = 0.0
 
     def __post_init__(self) -> None:
-        """Checks the numbers; raises ValueError."""
         if min(self.frequency_masks, self.frequency_width, self.time_masks) < 0 or not 0 <= self.time_part <= 1:
             raise ValueError(f"spec_augment's numbers must be at least 0, and its part at most 1, got {self}")
 

@@ -184,7 +184,6 @@ def from_row(row: Any, folder: Path, transcripts: bool) -> Utterance:
 
 
 def _seconds(found: Mapping[str, Any], name: str) -> float | None:
-    """Gives a length of time, if there is one."""
     try:
         value = float(found.get(name, 0))
     except (TypeError, ValueError, OverflowError):
@@ -279,10 +278,7 @@ def check_lengths(
 
 
 def long_enough(
-    utterances: Sequence[Utterance],
-    processor: Any,
-    skipped: Skipped,
-    outputs: Callable[[int], int] = subsampled_frames,
+    utterances: Sequence[Utterance], processor: Any, skipped: Skipped, outputs: Callable[[int], int] = subsampled_frames
 ) -> list[Utterance]:
     """Selects the utterances that give the encoder at least one frame; the others go to `skipped`, which may raise.
 
