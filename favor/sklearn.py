@@ -27,8 +27,7 @@ from sklearn.utils.validation import check_is_fitted, validate_data  # noqa: E40
 __all__ = ["SoftmaxKernelSampler"]
 
 ALPHA = {"softmax": 0.0, "gaussian": -0.5}
-# Products of two features of exp(350), summed over 10^4 of them, are still finite in float64.
-LARGEST_LOG = 350.0
+LARGEST_LOG = 350.0  # products of two features of exp(350), summed over 10^4 of them, are still finite in float64
 
 
 @dataclass(eq=False, repr=False)

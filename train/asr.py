@@ -162,8 +162,8 @@ def _train_model(
         arguments, utterances, evaluation, processor, seed, acoustics, objective.extractor
     )
     groups = _parameter_groups(model, train)
-    if own := objective.own_parameters():
-        groups += adamw_groups(own, train.weight_decay)
+    if objective.teacher is not None:
+        groups += adamw_groups(objective.module.projection.parameters(), train.weight_decay)
     optimizer = torch.optim.AdamW(groups, lr=train.learning_rate, betas=(0.9, 0.98), fused=True)
     prepared = accelerator.prepare(objective.module, optimizer, train_loader)
     eval_loaders = {split: accelerator.prepare(loader) for split, loader in eval_loaders.items()}

@@ -61,14 +61,11 @@ if TYPE_CHECKING:
 
 NAME = "favor.train.distill"
 STAGES = ("attention", "model")  # folders of their checkpoints
-# Samples from which the closed form is computed.
-CALIBRATION_SAMPLES = 8
+CALIBRATION_SAMPLES = 8  # samples from which the closed form is computed
 # Peak learning rates in the attention steps: of the corrections, and of the directions of each head.
 ATTENTION_LEARNING_RATE, DIRECTIONS_LEARNING_RATE = 3e-3, 5e-2
-# Peak learning rate of learned directions in the model steps.
-MODEL_DIRECTIONS_LEARNING_RATE = 5e-3
-# Warm-up of the model steps, as a fraction of them.
-WARMUP_RATIO = 0.1
+MODEL_DIRECTIONS_LEARNING_RATE = 5e-3  # peak learning rate of learned directions in the model steps
+WARMUP_RATIO = 0.1  # warm-up of the model steps, as a fraction of them
 
 
 @dataclass(kw_only=True)

@@ -26,8 +26,7 @@ from favor.kernels.eager.common import Buffer
 from favor.registry import Family
 
 ROWS = 64  # queries of a block
-# Logits held at a time: on a CPU they stay in its cache.
-_LOGITS, _LOGITS_OF_GPU = 2**21, 2**27
+_LOGITS, _LOGITS_OF_GPU = 2**21, 2**27  # logits held at a time: on a CPU they stay in its cache
 ALL = slice(None)
 Place = slice | list[int]
 

@@ -16,8 +16,7 @@ from torch import Tensor
 from favor.decomposition.inputs import check_integer, check_number, generator_of, tensor_of, warn_of_end
 from favor.decomposition.rows import RowSource, batch_rows, row_source, same_kind_as_rows
 
-# Values that differ by fewer units of rounding than this count as equal.
-ROUNDING = 64
+ROUNDING = 64  # values that differ by fewer units of rounding than this count as equal
 
 
 class PowerParameters(NamedTuple):

@@ -22,10 +22,8 @@ from favor.decomposition.inputs import (
 from favor.decomposition.kernels import KernelDecomposition, check_diagonal, checked_kernel
 from favor.decomposition.power import scale_invariant_power
 
-# Rows among which the best is the start of an Lp component.
-CANDIDATES = 50
-# Share of the variance that the components behind outlier scores must hold.
-SHARE = 0.8
+CANDIDATES = 50  # rows among which the best is the start of an Lp component
+SHARE = 0.8  # share of the variance that the components behind outlier scores must hold
 
 
 class L1Components(NamedTuple):

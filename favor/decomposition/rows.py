@@ -15,8 +15,7 @@ from torch import Tensor
 
 from favor.decomposition.inputs import rows_of, same_kind
 
-# Numbers in a block: 32 MiB of float64.
-BLOCK = 2**22
+BLOCK = 2**22  # numbers in a block: 32 MiB of float64
 # A share of the rows is at least this many: smaller batches save nothing and are too noisy for long steps.
 SMALLEST_SHARE = 64
 

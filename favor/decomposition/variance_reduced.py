@@ -13,12 +13,9 @@ from favor.decomposition.epochs import Point, PowerParameters, Quadratic, Rule, 
 from favor.decomposition.inputs import check_flag, check_number, tensor_of
 from favor.decomposition.rows import RowSource, row_source, same_kind_as_rows
 
-# Exact steps from which eigenvalues are first estimated.
-WARM_UP = 5
-# The ratio l2 / l1 while there is no estimate yet.
-UNKNOWN_RATIO = 0.5
-# The estimate of l2 stays below l1 by this share, so that the gap is never 0.
-SMALLEST_GAP = 1e-6
+WARM_UP = 5  # exact steps from which eigenvalues are first estimated
+UNKNOWN_RATIO = 0.5  # the ratio l2 / l1 while there is no estimate yet
+SMALLEST_GAP = 1e-6  # the estimate of l2 stays below l1 by this share, so that the gap is never 0
 
 
 def second_eigenvalue(point: Tensor, image: Tensor, last: Tensor, last_image: Tensor) -> float | None:

@@ -104,8 +104,7 @@ def check_rule(rank: int, rule: str) -> None:
         raise ValueError(f"rule must be one of {', '.join(RULES)}; got {rule!r}.")
 
 
-# Its curvature is a `LowRankCurvature`.
-LowRankBound = PartitionBound
+LowRankBound = PartitionBound  # its curvature is a `LowRankCurvature`
 
 
 def low_rank_bound(theta: Tensor, features: Tensor, rank: int, *, rule: str = "exact") -> PartitionBound:

@@ -41,8 +41,7 @@ MOST = {
     "n_fft": 1 << 15,
     "chunk_length": 1 << 15,
 }
-# Frames in a second of audio, and frames that see the same sample.
-MOST_FRAMES, MOST_OVERLAP = 1000, 64
+MOST_FRAMES, MOST_OVERLAP = 1000, 64  # frames in a second of audio, and frames that see the same sample
 
 
 def read_file(

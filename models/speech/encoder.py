@@ -10,8 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers.modeling_outputs import BaseModelOutput
 
-# Padding of labels, which no loss counts.
-IGNORED = -100
+IGNORED = -100  # padding of labels, which no loss counts
 Count = TypeVar("Count", int, Tensor)
 
 

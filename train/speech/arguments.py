@@ -11,10 +11,8 @@ from favor.train.common.arguments import FREE, ArgumentGroups, BackendArguments,
 
 HUB = "openslr/librispeech_asr"
 SIZES = tuple(PRESETS)
-# In the place of the folder reverb_dir.
-SYNTHETIC = "synthetic"
-# Of the error of a Conformer's predictions of its teacher's hidden states, in the loss.
-HIDDEN_WEIGHT = 2.0
+SYNTHETIC = "synthetic"  # in the place of the folder reverb_dir
+HIDDEN_WEIGHT = 2.0  # of the error of a Conformer's predictions of its teacher's hidden states, in the loss
 ARCHITECTURES = ("ctc", "transducer", "whisper")
 
 

@@ -17,8 +17,7 @@ from favor.models.conformer.configuration_conformer import subsampled_frames
 from favor.models.speech import normalize_transcript, read_file
 from favor.train.text.samples import is_text
 
-# Endings of files that are audio.
-AUDIO = (".flac", ".mp3", ".wav")
+AUDIO = (".flac", ".mp3", ".wav")  # endings of files that are audio
 LISTED = 20
 # What a column may be called, here, by NeMo, by Mozilla Common Voice and on the hub; the first name counts.
 COLUMNS = {

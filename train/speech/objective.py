@@ -51,10 +51,6 @@ class Objective:
             self.module = TaughtModel(model, self.teacher.width, HIDDEN_WEIGHT)
             self.extractor, self.win_length = self.teacher.extractor, processor.feature_extractor.win_length
 
-    def own_parameters(self) -> list[nn.Parameter]:
-        """Lists the parameters that the model does not have."""
-        return [] if self.teacher is None else list(self.module.projection.parameters())
-
     def model_in(self, module: Any) -> Any:
         """Gives the model in `module` or in a copy of it, without what the teacher needs."""
         return module if self.teacher is None else module.student

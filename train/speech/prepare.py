@@ -12,10 +12,8 @@ from typing import Any, TypeVar
 from favor.train.speech.data import Skipped, Utterance, read_audio
 
 FILE = "checked.jsonl"
-# Records that are decoded before they are written.
-CHUNK = 64
-# Seconds by which a length that the source gives may be wrong.
-TOLERANCE = 0.1
+CHUNK = 64  # records that are decoded before they are written
+TOLERANCE = 0.1  # seconds by which a length that the source gives may be wrong
 
 Record = dict[str, Any]
 T = TypeVar("T")

@@ -28,8 +28,7 @@ from favor.train.speech.transcribe import best_of, search
 
 PART, PARTS = "labels.part-{}.jsonl", "labels*.jsonl"
 IDENTITY = ("*.safetensors", "*config.json", "tokenizer.json")
-# Residuals of a fit below this, relative to the values, are rounding alone.
-ROUNDING = 1e-9
+ROUNDING = 1e-9  # residuals of a fit below this, relative to the values, are rounding alone
 
 
 @dataclass(frozen=True)
