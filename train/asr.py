@@ -97,8 +97,7 @@ def _evaluate(
         for batch in loader:
             indices = batch.pop("index").tolist()
             found += zip(indices, transcribe(model, batch, tokenizer, lexicon=lexicon), strict=True)
-        # Several processes may have seen the same utterance.
-        hypotheses = dict(gather_object(found))
+        hypotheses = dict(gather_object(found))  # several processes may have seen the same utterance
         pairs = [(evaluation[split][index].text, text) for index, text in sorted(hypotheses.items())]
         if isinstance(model, WhisperForConditionalGeneration):
             plain = normalizer(model, tokenizer)
@@ -224,8 +223,7 @@ def main(argv: list[str] | None = None, processor: str | None = None) -> dict[st
     results |= of_program("favor.train.asr", argv, arguments.to_dict())
     if accelerator.is_main_process:
         checkpoint.write_json(folder / checkpoint.RESULTS, results)
-    # The next program in these processes may read the folder.
-    accelerator.wait_for_everyone()
+    accelerator.wait_for_everyone()  # the next program in these processes may read the folder
     accelerator.print(f"{describe(results['metrics'])}; {folder / checkpoint.RESULTS}")
     return results
 

@@ -341,8 +341,7 @@ class Distillation:
                 for head, error in enumerate(own.tolist()):
                     errors[layer, head] = errors.get((layer, head), 0.0) + error
         worst = sorted(heapq.nlargest(self.arguments.exact_heads, errors, key=errors.__getitem__))
-        # All processes take the choice of the first, however theirs round.
-        worst = broadcast_object_list([worst])[0]
+        worst = broadcast_object_list([worst])[0]  # all processes take the choice of the first, however theirs round
         return {layer: [head for own, head in worst if own == layer] for layer, _ in worst}
 
     def learn_outputs(self) -> list[float]:

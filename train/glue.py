@@ -99,8 +99,7 @@ def _prepare_run(
     check_positions(model, arguments.data.max_length)
     if model.config.pad_token_id is None:
         model.config.pad_token_id = tokenizer.pad_token_id
-    # Tensor cores want multiples of 8.
-    multiple = 8 if accelerator.mixed_precision != "no" else None
+    multiple = 8 if accelerator.mixed_precision != "no" else None  # tensor cores want multiples of 8
     pieces = pieces_of(accelerator, model, arguments.to_dict())
     if pieces.size > 1:
         multiple = pieces.multiple

@@ -173,8 +173,7 @@ def _load(nst: NstArguments, student: Arguments, rest: list[str], accelerator: A
         found, skipped = load_speech(
             source, nst.unlabelled_split, prepared=prepared, transcripts=False, max_bad=data.limit
         )
-    # Before the first teacher is trained.
-    check_files(found)
+    check_files(found)  # before the first teacher is trained
     if skipped.reasons:
         accelerator.print(f"unlabelled: {skipped.describe()}")
     references = {utterance.id: utterance.text for utterance in found if utterance.text}
@@ -261,8 +260,7 @@ def _train(task: _Task, folder: Path, words: Sequence[str], processor: Path | No
     """Trains in a folder, and returns the results; a finished training is only read."""
     done = folder / checkpoint.RESULTS
     found = checkpoint.read_json(done) if done.exists() else None
-    # Nobody writes before all have looked.
-    task.accelerator.wait_for_everyone()
+    task.accelerator.wait_for_everyone()  # nobody writes before all have looked
     if found is None:
         found = asr.main([*words, "--output_dir", str(folder)], processor and str(processor))
         task.accelerator.free_memory()

@@ -200,11 +200,7 @@ class L1KernelPCA(KernelDecomposition):
 
     n_components: int | None = None
     _: KW_ONLY
-    kernel: str | Callable[[Tensor, Tensor], Any] = "linear"
-    gamma: float | None = None
-    center: bool = True
     bit_flips: bool = False
-    max_iter: int = 1000
 
     @torch.no_grad()
     def fit(self, X: Any, y: Any = None) -> L1KernelPCA:
@@ -297,12 +293,8 @@ class LpKernelPCA(KernelDecomposition):
     n_components: int = 1
     _: KW_ONLY
     p: float = 3.0
-    kernel: str | Callable[[Tensor, Tensor], Any] = "linear"
-    gamma: float | None = None
-    center: bool = True
     shift: float = 0.0
     tol: float = 1e-10
-    max_iter: int = 1000
     random_state: Any = None
 
     @torch.no_grad()

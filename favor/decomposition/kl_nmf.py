@@ -126,8 +126,7 @@ def half_step(target: Target, W: Tensor, H: Tensor, product: Tensor, shift: floa
     factor = target.pulled_back(W, product).div_(sums.clamp(min=tiny).unsqueeze(-1))
     if shift is None:
         return factor.mul_(H)
-    # Clipped like WH, for columns without entries.
-    before = (sums @ H).div_(target.column_sums.clamp(min=target.least))
+    before = (sums @ H).div_(target.column_sums.clamp(min=target.least))  # clipped like WH, for columns without entries
     H = factor.mul_(before).add_(shift).square_().mul_(H)
     return H.mul_(target.column_sums / (sums @ H).clamp_(min=tiny))
 

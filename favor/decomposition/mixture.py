@@ -126,8 +126,7 @@ def fit_proportions(
         converged = bool((gap <= tol).all())
         if converged or step == max_iter:
             break
-        # In this order float32 holds the product: pi g is at most 1.
-        new = pi * (shift + g) * (shift + g)
+        new = pi * (shift + g) * (shift + g)  # in this order float32 holds the product: pi g is at most 1
         new = new / new.sum(-1, keepdim=True)
         mixture = times(new).clamp_(min=LEAST)
         reached = _objective(share, mixture)

@@ -43,8 +43,7 @@ def optimal_sigma(phi: Tensor) -> Tensor:
 
 
 def _inverse_gamma(phi: Tensor) -> Tensor:
-    # phi is a mean of squares; rounding may put it below zero.
-    phi = phi.clamp(min=0)
+    phi = phi.clamp(min=0)  # phi is a mean of squares; rounding may put it below zero
     return (2 * phi + 1 + ((2 * phi + 1).square() + 8 * phi).sqrt()) / 2
 
 

@@ -430,6 +430,5 @@ def _read(rows: Tensor, near: Tensor, block: tuple[Tensor, ...], memory: DecodeS
     later = torch.ones(length, size, dtype=torch.bool, device=near.device).triu(size - length + 1)
     near = near.masked_fill(later, -torch.inf)
     weights = torch.cat((rows + memory.log_weight[:, :, None, None], near), dim=-1).softmax(-1)
-    # A query that sees no key has only -inf.
-    far, near = weights.nan_to_num(0.0).split((rows.shape[-1], size), dim=-1)
+    far, near = weights.nan_to_num(0.0).split((rows.shape[-1], size), dim=-1)  # a query that sees no key has only -inf
     return far @ memory.summary.unsqueeze(2) + near @ block[1].unsqueeze(2)

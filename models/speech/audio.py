@@ -222,8 +222,7 @@ def stretch(waveform: np.ndarray, ratio: Fraction) -> np.ndarray:
     if ratio == 1:
         return waveform
     needs("speech", "scipy")
-    # Slow to import, and most runs neither resample nor change the speed.
-    from scipy.signal import resample_poly
+    from scipy.signal import resample_poly  # slow to import, and most runs neither resample nor change the speed
 
     return resample_poly(waveform, ratio.numerator, ratio.denominator)
 

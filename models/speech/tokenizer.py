@@ -77,8 +77,7 @@ class ConformerTokenizer(TokenizersBackend):
     # transformers loads tokenizer.json unchanged only for classes that have no __init__ of their own.
     model_input_names = ["input_ids", "attention_mask"]  # noqa: RUF012
 
-    # The pipeline asks for it to make words of characters.
-    replace_word_delimiter_char = " "
+    replace_word_delimiter_char = " "  # the pipeline asks for it to make words of characters
 
     def _decode(
         self,

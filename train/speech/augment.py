@@ -63,8 +63,7 @@ def _masks(lengths: Tensor, widths: Tensor, count: int, size: int, generator: to
     device = lengths.device if generator is None else generator.device
     drawn = torch.rand(2, len(lengths), count, generator=generator, device=device)
     wide, place = drawn.to(lengths.device)
-    # floor(u (n + 1)) is uniform on 0..n.
-    wide = (wide * (widths[:, None] + 1)).floor()
+    wide = (wide * (widths[:, None] + 1)).floor()  # floor(u (n + 1)) is uniform on 0..n
     start = (place * (lengths[:, None] - wide + 1)).floor()
     position = torch.arange(size, device=lengths.device)
     inside = (position >= start[..., None]) & (position < (start + wide)[..., None])

@@ -150,10 +150,8 @@ def _transcripts(chapter: Path) -> dict[str, str]:
     texts: dict[str, str] = {}
     for path in sorted(chapter.glob("*.trans.txt")):
         with open_lines(path) as lines:
-            for line in lines:
-                name, _, text = line.strip().partition(" ")
-                if name:
-                    texts[name] = text
+            parts = (line.strip().partition(" ") for line in lines)
+            texts |= {name: text for name, _, text in parts if name}
     return texts
 
 
