@@ -61,8 +61,7 @@ def directions(draw: Draw) -> Tensor:
     # A tensor made in inference mode could not be used in training later.
     # A transform of torch.func would refuse or change the draw, so it must not see it.
     with torch.inference_mode(False), torch.no_grad(), temporarily_clear_interpreter_stack():
-        omega = _omega(draw, generator)
-        return (draw.root * omega).to(device=draw.device, dtype=draw.dtype)
+        return (draw.root * _omega(draw, generator)).to(device=draw.device, dtype=draw.dtype)
 
 
 @torch.compiler.assume_constant_result

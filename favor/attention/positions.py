@@ -348,8 +348,7 @@ def _softmax(query: Tensor, columns: list[Columns], scale: float, memory: tuple[
     lead = (*query.shape[:3], -1)
     widths = {tensor.shape[-1] for own in columns for tensor in own[:2]}
     if not torch.is_grad_enabled() and widths == {query.shape[-1]}:
-        shape = query.shape[:2]
-        keys, values = ([own[n].expand(*shape, -1, -1) for own in columns] for n in (0, 1))
+        keys, values = ([own[n].expand(*query.shape[:2], -1, -1) for own in columns] for n in (0, 1))
         wholes = zip(memory, (keys, values, [own.bias.expand(*lead) for own in columns]), (2, 2, 3), strict=True)
         joined = (_joined(*whole).to(query.dtype) for whole in wholes)
         rows, key, value, bias = (tensor.flatten(0, 1).unsqueeze(1) for tensor in (query, *joined))

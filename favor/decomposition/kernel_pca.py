@@ -321,8 +321,7 @@ class LpKernelPCA(KernelDecomposition):
     def _directions(self, factor: Tensor) -> Tensor:
         """Finds orthonormal columns `[r, n_components_]` of large mean |factor @ column|^p, for a factor `[n, r]`."""
         generator = generator_of(self.random_state)
-        whole = float(factor.norm())
-        tolerance = whole * (1e-10 if factor.dtype == torch.float64 else 1e-5)
+        tolerance = float(factor.norm()) * (1e-10 if factor.dtype == torch.float64 else 1e-5)
         left, found = factor, factor.new_zeros(factor.shape[1], 0)
         counts: list[int] = []
         while len(counts) < self.n_components and float(left.norm()) > tolerance:

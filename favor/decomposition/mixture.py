@@ -115,8 +115,7 @@ def fit_proportions(
 
     They are pi `[..., K]` -> L pi `[..., n]`, in new storage, and r `[..., n]` -> L' r `[..., K]`.
     """
-    total = counts.sum(-1, keepdim=True)
-    share = counts / total
+    share = counts / counts.sum(-1, keepdim=True)
     pi = start / start.sum(-1, keepdim=True)
     mixture = times(pi).clamp_(min=LEAST)
     objective = _objective(share, mixture)

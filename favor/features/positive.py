@@ -283,5 +283,4 @@ class DERF(PositiveFeatures):
 
     def fit_moments(self, moments: Moments) -> Parameters:
         """Gives the parameters of the user, in the type and on the device of the data."""
-        like = moments.mean_x
-        return self.parameters.to(like)
+        return self.parameters.to(moments.mean_x)

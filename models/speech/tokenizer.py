@@ -103,10 +103,9 @@ class ConformerTokenizer(TokenizersBackend):
         )
         if not (output_char_offsets or output_word_offsets):
             return text
-        ends = list(itertools.accumulate(lengths))
         found = [
             Emission(token, end - length, end, 1.0)
-            for token, end, length in zip(ids, ends, lengths, strict=True)
+            for token, end, length in zip(ids, itertools.accumulate(lengths), lengths, strict=True)
             if token != self.pad_token_id and not (skip_special_tokens and token in self.all_special_ids)
         ]
         pieces = _offsets("char", self.spans(found))

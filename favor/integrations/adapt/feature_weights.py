@@ -60,8 +60,7 @@ class Sample:
             x = x[:, seen.query_padding[number]]
         if min(x.shape[1], y.shape[1]) == 0:
             return None
-        step = max(1.0, x.shape[1] / ROWS)
-        rows = (torch.arange(min(x.shape[1], ROWS)) * step).long()
+        rows = (torch.arange(min(x.shape[1], ROWS)) * max(1.0, x.shape[1] / ROWS)).long()
         places = rows + y.shape[1] - x.shape[1]  # queries are those of the last tokens
         x = x[:, rows.to(x.device)].unflatten(0, (y.shape[0], -1))
         x, y = ((seen.scale**0.5 * part.float()).cpu() for part in (x, y))
