@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from dataclasses import replace
+from dataclasses import KW_ONLY, dataclass, replace
 from numbers import Integral, Real
 from typing import Any
 
@@ -27,10 +27,10 @@ from sklearn.utils.validation import check_is_fitted, validate_data  # noqa: E40
 __all__ = ["SoftmaxKernelSampler"]
 
 ALPHA = {"softmax": 0.0, "gaussian": -0.5}
-# Products of two features of exp(350), summed over 10^4 of them, are still finite in float64.
-LARGEST_LOG = 350.0
+LARGEST_LOG = 350.0  # products of two features of exp(350), summed over 10^4 of them, are still finite in float64
 
 
+@dataclass(eq=False, repr=False)
 class SoftmaxKernelSampler(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimator):
     """Approximates the softmax or the Gaussian kernel by random features of the FAVOR family.
 
@@ -87,25 +87,15 @@ class SoftmaxKernelSampler(ClassNamePrefixFeaturesOutMixin, TransformerMixin, Ba
         >>> Z = sampler.fit_transform(X)
         >>> bool(np.abs(Z @ Z.T - np.exp(X @ X.T)).max() < 0.2)
         True
-
     """
 
-    def __init__(
-        self,
-        features: str = "sderf",
-        n_components: int = 100,
-        *,
-        scale: float = 1.0,
-        kernel: str = "softmax",
-        orthogonal: bool = True,
-        random_state: Any = None,
-    ) -> None:
-        self.features = features
-        self.n_components = n_components
-        self.scale = scale
-        self.kernel = kernel
-        self.orthogonal = orthogonal
-        self.random_state = random_state
+    features: str = "sderf"
+    n_components: int = 100
+    _: KW_ONLY
+    scale: float = 1.0
+    kernel: str = "softmax"
+    orthogonal: bool = True
+    random_state: Any = None
 
     def fit(self, X: Any, y: Any = None, keys: Any = None) -> SoftmaxKernelSampler:
         """Draws the directions and fits the parameters.

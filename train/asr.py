@@ -97,8 +97,7 @@ def _evaluate(
         for batch in loader:
             indices = batch.pop("index").tolist()
             found += zip(indices, transcribe(model, batch, tokenizer, lexicon=lexicon), strict=True)
-        # Several processes may have seen the same utterance.
-        hypotheses = dict(gather_object(found))
+        hypotheses = dict(gather_object(found))  # several processes may have seen the same utterance
         pairs = [(evaluation[split][index].text, text) for index, text in sorted(hypotheses.items())]
         if isinstance(model, WhisperForConditionalGeneration):
             plain = normalizer(model, tokenizer)
@@ -162,8 +161,8 @@ def _train_model(
         arguments, utterances, evaluation, processor, seed, acoustics, objective.extractor
     )
     groups = _parameter_groups(model, train)
-    if own := objective.own_parameters():
-        groups += adamw_groups(own, train.weight_decay)
+    if objective.teacher is not None:
+        groups += adamw_groups(objective.module.projection.parameters(), train.weight_decay)
     optimizer = torch.optim.AdamW(groups, lr=train.learning_rate, betas=(0.9, 0.98), fused=True)
     prepared = accelerator.prepare(objective.module, optimizer, train_loader)
     eval_loaders = {split: accelerator.prepare(loader) for split, loader in eval_loaders.items()}
@@ -224,8 +223,7 @@ def main(argv: list[str] | None = None, processor: str | None = None) -> dict[st
     results |= of_program("favor.train.asr", argv, arguments.to_dict())
     if accelerator.is_main_process:
         checkpoint.write_json(folder / checkpoint.RESULTS, results)
-    # The next program in these processes may read the folder.
-    accelerator.wait_for_everyone()
+    accelerator.wait_for_everyone()  # the next program in these processes may read the folder
     accelerator.print(f"{describe(results['metrics'])}; {folder / checkpoint.RESULTS}")
     return results
 

@@ -61,14 +61,11 @@ if TYPE_CHECKING:
 
 NAME = "favor.train.distill"
 STAGES = ("attention", "model")  # folders of their checkpoints
-# Samples from which the closed form is computed.
-CALIBRATION_SAMPLES = 8
+CALIBRATION_SAMPLES = 8  # samples from which the closed form is computed
 # Peak learning rates in the attention steps: of the corrections, and of the directions of each head.
 ATTENTION_LEARNING_RATE, DIRECTIONS_LEARNING_RATE = 3e-3, 5e-2
-# Peak learning rate of learned directions in the model steps.
-MODEL_DIRECTIONS_LEARNING_RATE = 5e-3
-# Warm-up of the model steps, as a fraction of them.
-WARMUP_RATIO = 0.1
+MODEL_DIRECTIONS_LEARNING_RATE = 5e-3  # peak learning rate of learned directions in the model steps
+WARMUP_RATIO = 0.1  # warm-up of the model steps, as a fraction of them
 
 
 @dataclass(kw_only=True)
@@ -145,7 +142,6 @@ class DistillArguments(FolderArguments):
     seed: int = option(0, "Seed of the order of samples, dropout and random features.")  # type: ignore[assignment]
 
     def __post_init__(self) -> None:
-        """Checks the values, also together; raises ValueError."""
         super().__post_init__()
         landmarks, weights = self.family.selects_keys, self.feature_weights
         if self.attention_steps is None:
@@ -345,8 +341,7 @@ class Distillation:
                 for head, error in enumerate(own.tolist()):
                     errors[layer, head] = errors.get((layer, head), 0.0) + error
         worst = sorted(heapq.nlargest(self.arguments.exact_heads, errors, key=errors.__getitem__))
-        # All processes take the choice of the first, however theirs round.
-        worst = broadcast_object_list([worst])[0]
+        worst = broadcast_object_list([worst])[0]  # all processes take the choice of the first, however theirs round
         return {layer: [head for own, head in worst if own == layer] for layer, _ in worst}
 
     def learn_outputs(self) -> list[float]:
@@ -395,18 +390,15 @@ class Distillation:
         bare = accelerator.unwrap_model(prepared[0])
         decay = given.ema_decay if is_model else 0.0
         run = loop.start(accelerator, prepared, arguments, given.seed, folder, list(bare.parameters()), decay)
-
-        def of_step(trained: Any, batch: dict[str, Tensor]) -> Tensor:
-            return loss(trained, self.data.shaped(batch, run.progress.step), run.progress.step + 1)
-
-        run.loss = of_step
+        shaped, progress = self.data.shaped, run.progress
+        run.loss = lambda trained, batch: loss(trained, shaped(batch, progress.step), progress.step + 1)
         with loop.stoppable(run):
             for epoch in loop.epochs(run):
-                run.progress.history.append({"epoch": epoch, "step": run.progress.step})
-        if given.checkpointing_steps and not (folder / f"checkpoint-{run.progress.step}").exists():
-            checkpoint.save_checkpoint(run.states, folder, run.progress.step)
+                progress.history.append({"epoch": epoch, "step": progress.step})
+        if given.checkpointing_steps and not (folder / f"checkpoint-{progress.step}").exists():
+            checkpoint.save_checkpoint(run.states, folder, progress.step)
         vars(bare).pop("forward", None)  # accelerate's, which lowers the precision: errors are measured in the full one
-        return run.progress.losses, run.trained.eval()
+        return progress.losses, run.trained.eval()
 
     @torch.no_grad()
     def measure(self, stage: str) -> None:

@@ -60,7 +60,6 @@ class TeacherArguments(Checked):
     )
 
     def __post_init__(self) -> None:
-        """Checks the values; raises ValueError."""
         super().__post_init__()
         changed = [name for name in ("logits_weight", "hidden_weight") if getattr(self, name) != 1]
         refuse(
@@ -100,8 +99,7 @@ def _prepare_run(
     check_positions(model, arguments.data.max_length)
     if model.config.pad_token_id is None:
         model.config.pad_token_id = tokenizer.pad_token_id
-    # Tensor cores want multiples of 8.
-    multiple = 8 if accelerator.mixed_precision != "no" else None
+    multiple = 8 if accelerator.mixed_precision != "no" else None  # tensor cores want multiples of 8
     pieces = pieces_of(accelerator, model, arguments.to_dict())
     if pieces.size > 1:
         multiple = pieces.multiple
@@ -182,14 +180,6 @@ def _train_seed(arguments: Arguments, data: GlueData, seed: int, folder: Path) -
     return result
 
 
-def _announce(accelerator: Accelerator, arguments: Arguments, data: GlueData) -> None:
-    """Prints, before the training, which options have no effect, and the baseline."""
-    if note := arguments.model.without_effect():
-        accelerator.print(note)
-    scores = describe(glue_report.baseline(data))
-    accelerator.print(f"{data.task.folder}: {len(data.train)} samples to train; majority baseline {scores}")
-
-
 @releases_locks
 def main(argv: list[str] | None = None) -> dict[str, Any]:
     """Trains every seed and returns what `all_results.json` holds.
@@ -217,7 +207,10 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
         data = load_glue(task.name, arguments.data.data_dir)
     data.keep_first(arguments.data.max_train_samples, arguments.data.max_eval_samples)
     data.add_distractors(arguments.data.distractors)
-    _announce(accelerator, arguments, data)
+    if note := arguments.model.without_effect():
+        accelerator.print(note)
+    scores = describe(glue_report.baseline(data))
+    accelerator.print(f"{task.folder}: {len(data.train)} samples to train; majority baseline {scores}")
     made = of_program("favor.train.glue", argv, arguments.to_dict()) | {"device": str(accelerator.device.type)}
     per_seed = []
     for seed, folder in folders.items():

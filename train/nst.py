@@ -31,7 +31,7 @@ from accelerate import Accelerator
 
 from favor.models.speech import ConformerProcessor
 from favor.models.speech.pronunciations import lexicon_of
-from favor.models.speech.word_beam import Scorer, searched_words
+from favor.models.speech.word_beam import searched_words
 from favor.train import asr
 from favor.train.common import checkpoint
 from favor.train.common.arguments import Checked, option, refuse
@@ -87,7 +87,6 @@ class NstArguments(Checked):
     word_score: float | None = option(None, "Added for each word, with a language model. Default: 1.5.")
 
     def __post_init__(self) -> None:
-        """Checks the values; raises ValueError."""
         super().__post_init__()
         model, weighted = self.language_model, (self.lm_weight, self.word_score) != (None, None)
         refuse(
@@ -174,8 +173,7 @@ def _load(nst: NstArguments, student: Arguments, rest: list[str], accelerator: A
         found, skipped = load_speech(
             source, nst.unlabelled_split, prepared=prepared, transcripts=False, max_bad=data.limit
         )
-    # Before the first teacher is trained.
-    check_files(found)
+    check_files(found)  # before the first teacher is trained
     if skipped.reasons:
         accelerator.print(f"unlabelled: {skipped.describe()}")
     references = {utterance.id: utterance.text for utterance in found if utterance.text}
@@ -195,20 +193,15 @@ def _load_teacher(folder: Path, accelerator: Accelerator) -> tuple[Any, Conforme
     return model.to(accelerator.device).eval(), load_processor(str(folder), ConformerProcessor)
 
 
-def _make_scorer(nst: NstArguments, teacher: Path, model: Any, processor: ConformerProcessor) -> Scorer | None:
-    """Makes what scores the words of a teacher's search; None if nothing does."""
-    lexicon = lexicon_of(None, teacher)
-    if lexicon is not None and nst.language_model is None:
-        raise ValueError(f"the tokens of {teacher} are phonemes: add --language_model, whose words are its labels")
-    options = {"language_model": nst.language_model, "lm_weight": nst.lm_weight, "word_score": nst.word_score}
-    return searched_words(model, processor.tokenizer, nst.beam_size, lexicon=lexicon, **options)
-
-
 def _label_all(task: _Task, teacher: Path, folder: Path) -> ConformerProcessor:
     """Labels the speech, all processes together, into folders of a generation; returns the teacher's processor."""
     accelerator, nst, student = task.accelerator, task.nst, task.student
     model, processor = _load_teacher(teacher, accelerator)
-    identity, scorer = fingerprint(teacher), _make_scorer(nst, teacher, model, processor)
+    lexicon, identity = lexicon_of(None, teacher), fingerprint(teacher)
+    if lexicon is not None and nst.language_model is None:
+        raise ValueError(f"the tokens of {teacher} are phonemes: add --language_model, whose words are its labels")
+    options = {"language_model": nst.language_model, "lm_weight": nst.lm_weight, "word_score": nst.word_score}
+    scorer = searched_words(model, processor.tokenizer, nst.beam_size, lexicon=lexicon, **options)
     if scorer is not None:
         identity += f", {nst.language_model}, {nst.lm_weight}, {nst.word_score}"
     label(
@@ -267,8 +260,7 @@ def _train(task: _Task, folder: Path, words: Sequence[str], processor: Path | No
     """Trains in a folder, and returns the results; a finished training is only read."""
     done = folder / checkpoint.RESULTS
     found = checkpoint.read_json(done) if done.exists() else None
-    # Nobody writes before all have looked.
-    task.accelerator.wait_for_everyone()
+    task.accelerator.wait_for_everyone()  # nobody writes before all have looked
     if found is None:
         found = asr.main([*words, "--output_dir", str(folder)], processor and str(processor))
         task.accelerator.free_memory()

@@ -45,8 +45,7 @@ def _omega(draw: Draw, generator: torch.Generator | None = None) -> Tensor:
     source = get(draw.source) if isinstance(draw.source, str) and draw.source not in DRAWS else draw.source
     draw_omega = DRAWS[source] if isinstance(source, str) else source.draw
     shape = (draw.num_features, draw.head_dim)
-    omega: Tensor = draw_omega(*shape, orthogonal=draw.orthogonal, generator=generator, batch_shape=(draw.num_heads,))
-    return omega
+    return draw_omega(*shape, orthogonal=draw.orthogonal, generator=generator, batch_shape=(draw.num_heads,))
 
 
 def shape_of(draw: Draw) -> torch.Size:
@@ -62,8 +61,7 @@ def directions(draw: Draw) -> Tensor:
     # A tensor made in inference mode could not be used in training later.
     # A transform of torch.func would refuse or change the draw, so it must not see it.
     with torch.inference_mode(False), torch.no_grad(), temporarily_clear_interpreter_stack():
-        omega = _omega(draw, generator)
-        return (draw.root * omega).to(device=draw.device, dtype=draw.dtype)
+        return (draw.root * _omega(draw, generator)).to(device=draw.device, dtype=draw.dtype)
 
 
 @torch.compiler.assume_constant_result
@@ -73,11 +71,6 @@ def exported_directions(*numbers: Any) -> Tensor:
         return directions(Draw(*numbers))
 
 
-def _fake(*numbers: Any) -> Tensor:
-    draw = Draw(*numbers)
-    return torch.empty(shape_of(draw), device=draw.device, dtype=draw.dtype)
-
-
 # `directions` for a compiler, which can treat a name as a constant and sees operators only. It may write into what an
 # operator returns, so it gets a copy.
 compiled_directions = operator(
@@ -85,5 +78,5 @@ compiled_directions = operator(
     "(str name, SymInt num_features, SymInt head_dim, SymInt num_heads, bool orthogonal, SymInt seed, "
     "SymInt layer, SymInt redraw, Device device, ScalarType dtype, float root=1.) -> Tensor",
     lambda *numbers: directions(Draw(*numbers)).clone(),
-    _fake,
+    lambda *numbers: torch.empty(shape_of(draw := Draw(*numbers)), device=draw.device, dtype=draw.dtype),
 )

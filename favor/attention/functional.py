@@ -324,7 +324,11 @@ def _checked(
     if options.get("selected_keys") is None:
         options["selected_keys"] = family.default_selected[bool(options["is_causal"])]
     query_mask = options.pop("query_padding_mask", None)
-    _check_masks((("key_padding_mask", key_mask, key), ("query_padding_mask", query_mask, query)))
+    for name, mask, rows in (("key_padding_mask", key_mask, key), ("query_padding_mask", query_mask, query)):
+        if mask is not None and mask.dtype != torch.bool:
+            raise TypeError(f"{name} must be boolean (True for real tokens), got {mask.dtype}.")
+        if mask is not None and mask.shape != (rows.shape[0], rows.shape[2]):
+            raise ValueError(f"{name} must be [{rows.shape[0]}, {rows.shape[2]}], got {tuple(mask.shape)}.")
     length, keys = query.shape[2], key.shape[2]
     if options["is_causal"] and length > keys:
         raise ValueError(f"causal attention needs at least as many keys as queries, got {length} and {keys}.")
@@ -374,14 +378,6 @@ def _check_tensors(query: Tensor, key: Tensor, value: Tensor) -> None:
         raise ValueError(f"query heads must be a multiple of the key heads, got {heads} and {key.shape[1]}.")
 
 
-def _check_masks(masks: tuple[tuple[str, Tensor | None, Tensor], ...]) -> None:
-    for name, mask, rows in masks:
-        if mask is not None and mask.dtype != torch.bool:
-            raise TypeError(f"{name} must be boolean (True for real tokens), got {mask.dtype}.")
-        if mask is not None and mask.shape != (rows.shape[0], rows.shape[2]):
-            raise ValueError(f"{name} must be [{rows.shape[0]}, {rows.shape[2]}], got {tuple(mask.shape)}.")
-
-
 def _check_family(call: AttentionCall, family: Family, query: Tensor, key: Tensor) -> None:
     """Raises a ValueError for sizes that are typing mistakes, and for what the family is not able to do."""
     number, lengths = key.shape[1], (query.shape[2], key.shape[2])
@@ -396,8 +392,14 @@ def _check_family(call: AttentionCall, family: Family, query: Tensor, key: Tenso
             raise ValueError(f"{name} must be from 0 to {MOST_TOKENS}, got {getattr(call, name)}.")
     if call.num_features > MOST_FEATURES:
         raise ValueError(f"num_features must be at most {MOST_FEATURES}, got {call.num_features}.")
-    if call.state is not None:
-        _check_state(call, family, lengths)
+    if call.state is not None and not family.supports_state:
+        raise ValueError(f"a state needs positive features or landmarks, got {family!r}; use pos, wderf or landmark.")
+    if call.state is not None and (not call.is_causal or call.packing is not None or lengths[0] != lengths[1]):
+        packed = ", and lengths" if call.packing is not None else ""
+        raise ValueError(
+            "a state is for causal self-attention without packing: is_causal=True, as many keys as queries, no "
+            f"cu_seqlens; got is_causal={call.is_causal}, {lengths[0]} queries and {lengths[1]} keys{packed}."
+        )
     if call.window:
         _check_window(call, family, lengths)
     if call.selected_keys and not family.selects_keys:
@@ -406,17 +408,6 @@ def _check_family(call: AttentionCall, family: Family, query: Tensor, key: Tenso
         raise ValueError(f'{family.name} features have no Triton kernel; use kernel="auto" or "torch".')
     if not family.takes_parameters and not (call.parameters is None and call.correction is None):
         raise ValueError(f"{family.name} features have no parameters that could be given or corrected.")
-
-
-def _check_state(call: AttentionCall, family: Family, lengths: tuple[int, int]) -> None:
-    if not family.supports_state:
-        raise ValueError(f"a state needs positive features or landmarks, got {family!r}; use pos, wderf or landmark.")
-    if not call.is_causal or call.packing is not None or lengths[0] != lengths[1]:
-        packed = ", and lengths" if call.packing is not None else ""
-        raise ValueError(
-            "a state is for causal self-attention without packing: is_causal=True, as many keys as queries, no "
-            f"cu_seqlens; got is_causal={call.is_causal}, {lengths[0]} queries and {lengths[1]} keys{packed}."
-        )
 
 
 def _check_window(call: AttentionCall, family: Family, lengths: tuple[int, int]) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
@@ -70,7 +71,8 @@ def prepared(
         omega = parameters.directions * call.scale**0.5
     if made is not None and call.correction is None:
         return parameters, *made
-    if call.state is None and _rounds(query, key, value, parameters, call):
+    is_fixed = call.state is None and not any(tensor.requires_grad for tensor in parameters.tensors())
+    if is_fixed and _runs_triton(query, key, value, call):  # whose kernel takes directions in the type of the tokens
         to_query, to_key, offset = _rounded(family, key, omega, parameters, call)
     else:
         to_query, to_key, offset = family.directions(omega, parameters, call.scale**0.5)
@@ -88,9 +90,8 @@ def _fused_fit(family: PositiveFeatures, query: Tensor, key: Tensor, value: Tens
         return None
     if call.is_causal or not call.use_statistics or call.packing is not None or query.shape[-1] > _WIDEST_FIT[kind]:
         return None
-    if not (fuses(query) and fuses(key) and pick(call.kernel, query, value) == "triton"):
-        return None
-    return kind if kernel_module("triton", "fits").compiles(kind, query.device) else None
+    compiles = _runs_triton(query, key, value, call) and kernel_module("triton", "fits").compiles(kind, query.device)
+    return kind if compiles else None
 
 
 def _fit(
@@ -105,11 +106,8 @@ def _fit(
     return kernel_module("triton", "fits").fit(kind, pieces, omega, eye, key.dtype, call.scale**0.5, *ridge)
 
 
-def _rounds(query: Tensor, key: Tensor, value: Tensor, parameters: Parameters, call: AttentionCall) -> bool:
-    """Tells whether the kernel takes directions in the type of the tokens, which one launch can then write."""
-    if any(tensor.requires_grad for tensor in parameters.tensors()):
-        return False
-    return fuses(key) and fuses(query) and pick(call.kernel, query, value) == "triton"
+def _runs_triton(query: Tensor, key: Tensor, value: Tensor, call: AttentionCall) -> bool:
+    return fuses(query) and fuses(key) and pick(call.kernel, query, value) == "triton"
 
 
 def _rounded(
@@ -119,32 +117,25 @@ def _rounded(
     bare = parameters.directions is None and parameters.log_weights is None and parameters.shift is None
     if parameters.form == "identity" and bare and not parameters.maps:
         rounded = call.directions(family, key, call.scale**0.5, key.dtype)
-        return rounded, rounded, _constant("zeros", omega.shape[:-1], omega)
+        return rounded, rounded, _constant(torch.zeros, omega.shape[:-1], omega)
     return kernel_module("triton", "parameters").directions(omega, parameters, call.scale**0.5, key.dtype)
 
 
-def _constant(name: str, sizes: tuple[int, ...], like: Tensor) -> Tensor:
-    """Gives "zeros" or an "eye", which nobody may change: it is kept if nothing traces."""
+def _constant(make: Callable[..., Tensor], sizes: tuple[int, ...], like: Tensor) -> Tensor:
+    """Gives zeros or an eye, which nobody may change: it is kept if nothing traces."""
     if is_tracing(like) or not plain(like):
-        return _made(name, sizes, like.dtype, like.device)
-    return _kept(name, sizes, like.dtype, like.device)
-
-
-def _made(name: str, sizes: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    if name == "eye":
-        return torch.eye(*sizes, dtype=dtype, device=device)
-    return torch.zeros(sizes, dtype=dtype, device=device)
+        return make(*sizes, dtype=like.dtype, device=like.device)
+    return _kept(make, sizes, like.dtype, like.device)
 
 
 @lru_cache(maxsize=64)
-def _kept(name: str, sizes: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+def _kept(make: Callable[..., Tensor], sizes: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     with torch.inference_mode(False), torch.no_grad():
-        return _made(name, sizes, dtype, device)
+        return make(*sizes, dtype=dtype, device=device)
 
 
 def _identity(omega: Tensor) -> Parameters:
-    """Gives `Parameters.identity`."""
-    eye = _constant("eye", omega.shape[-1:], omega)
+    eye = _constant(torch.eye, omega.shape[-1:], omega)
     return Parameters(eye, eye, eye, maps=False, form="identity")
 
 

@@ -125,8 +125,7 @@ class _Gathered(torch.autograd.Function):
 
 def gathered(tensor: Tensor, group: Any) -> Tensor:
     """Gives the tensors of all processes, in a new first dimension, with gradients."""
-    found: Tensor = _Gathered.apply(tensor, group)
-    return found
+    return _Gathered.apply(tensor, group)
 
 
 class _Exchanged(torch.autograd.Function):
@@ -173,9 +172,7 @@ def parallel_attention(
     if key.shape[1] % dist.get_world_size(group) == 0:
         return _by_heads(family, query, key, value, call, group)
     if call.is_causal:
-        from favor.landmark.pieces import attention  # which imports this package
-
-        return attention(query, key, value, call, group)
+        return _by_keys(query, key, value, call, group)
     raise ValueError(
         f"inside sequence_parallel landmarks of encoders give each process equally many key heads, and there are "
         f"{key.shape[1]} for {dist.get_world_size(group)} processes. Take a number of processes that divides them, or "
@@ -190,6 +187,25 @@ def _by_heads(family: Family, query: Tensor, key: Tensor, value: Tensor, call: A
     call = replace(call, **dict[str, Any](zip(("key_mask", "query_mask"), masks, strict=True)))
     query, key, value = (exchanged(tensor, group) for tensor in (query, key, value))
     return exchanged(attend(family, query, key, value, call).transpose(1, 2), group).transpose(1, 2)
+
+
+def _by_keys(query: Tensor, key: Tensor, value: Tensor, call: AttentionCall, group: Any) -> Tensor:
+    """Computes causal landmarks where there are few key heads: a process reads the keys and values of all."""
+    from favor.landmark import causal  # which imports this package
+    from favor.landmark.attention import ready
+
+    length = query.shape[2]
+    if length % causal.BLOCK:
+        raise ValueError(
+            f"inside sequence_parallel landmarks need pieces of a multiple of {causal.BLOCK} tokens; this one has "
+            f"{length}."
+        )
+    given, (query, key, value) = query.dtype, ready(query, key, value, call)
+    every, number = query[:, :, :: causal.STEP], causal.BLOCK // causal.STEP
+    key, value, samples = (gathered(own, group).movedim(0, 2).flatten(2, 3) for own in (key, value, every))
+    known = causal.past_with(samples.detach(), samples[:, :, :number].detach(), key, value)
+    past = torch.full((len(query),), dist.get_rank(group) * length, device=query.device)
+    return causal.read_past(known, query, past, False, call.selected_keys, call.scale, call.kernel).to(given)
 
 
 def _by_features(

@@ -26,8 +26,7 @@ from favor.kernels.eager.common import Buffer
 from favor.registry import Family
 
 ROWS = 64  # queries of a block
-# Logits held at a time: on a CPU they stay in its cache.
-_LOGITS, _LOGITS_OF_GPU = 2**21, 2**27
+_LOGITS, _LOGITS_OF_GPU = 2**21, 2**27  # logits held at a time: on a CPU they stay in its cache
 ALL = slice(None)
 Place = slice | list[int]
 
@@ -349,16 +348,14 @@ def _softmax(query: Tensor, columns: list[Columns], scale: float, memory: tuple[
     lead = (*query.shape[:3], -1)
     widths = {tensor.shape[-1] for own in columns for tensor in own[:2]}
     if not torch.is_grad_enabled() and widths == {query.shape[-1]}:
-        shape = query.shape[:2]
-        keys, values = ([own[n].expand(*shape, -1, -1) for own in columns] for n in (0, 1))
+        keys, values = ([own[n].expand(*query.shape[:2], -1, -1) for own in columns] for n in (0, 1))
         wholes = zip(memory, (keys, values, [own.bias.expand(*lead) for own in columns]), (2, 2, 3), strict=True)
         joined = (_joined(*whole).to(query.dtype) for whole in wholes)
         rows, key, value, bias = (tensor.flatten(0, 1).unsqueeze(1) for tensor in (query, *joined))
         return scaled_dot_product_attention(rows, key, value, attn_mask=bias, scale=scale).view(*lead)
     logits = [(query[..., : own.key.shape[-1]] @ own.key.mT).to(own.bias.dtype) * scale + own.bias for own in columns]
     weights = torch.cat(logits, -1).softmax(-1).to(query.dtype).split([part.shape[-1] for part in logits], -1)
-    out: Tensor = sum(part @ own.value for part, own in zip(weights, columns, strict=True))  # type: ignore[assignment]
-    return out
+    return sum(part @ own.value for part, own in zip(weights, columns, strict=True))  # type: ignore[return-value]
 
 
 class _Near:

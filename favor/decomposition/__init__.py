@@ -21,8 +21,7 @@ _HOMES = {
     "scale_invariant_power": "power",
 }
 
-# These need neither scikit-learn nor SciPy.
-_PLAIN = ("mixture", "power")
+_PLAIN = ("mixture", "power")  # these need neither scikit-learn nor SciPy
 
 __all__ = sorted(_HOMES)
 

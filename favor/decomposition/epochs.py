@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -15,8 +16,7 @@ from torch import Tensor
 from favor.decomposition.inputs import check_integer, check_number, generator_of, tensor_of, warn_of_end
 from favor.decomposition.rows import RowSource, batch_rows, row_source, same_kind_as_rows
 
-# Values that differ by fewer units of rounding than this count as equal.
-ROUNDING = 64
+ROUNDING = 64  # values that differ by fewer units of rounding than this count as equal
 
 
 class PowerParameters(NamedTuple):
@@ -200,16 +200,16 @@ def _fell(point: Point, end: Point, rounding: float) -> bool:
     return not end.value >= point.value - rounding * max(abs(point.value), abs(point.multiplier))
 
 
+@dataclass(eq=False, repr=False, kw_only=True)
 class StochasticPower(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimator):
-    """Base of the estimators that climb by variance-reduced epochs; not for use by itself."""
+    """Base of the estimators that climb by variance-reduced epochs; a subclass has `n_components`."""
 
-    n_components: int
-    batch_size: float
-    eta: float
-    epoch_length: int
-    tol: float
-    max_epochs: int
-    random_state: Any
+    batch_size: float = 0.01
+    eta: float = 1.0
+    epoch_length: int = 25
+    tol: float = 1e-6
+    max_epochs: int = 100
+    random_state: Any = None
 
     def transform(self, X: Any) -> Any:
         """Multiplies rows `[n, n_features]` with the components, `[n, n_components]`; a file is read by blocks."""

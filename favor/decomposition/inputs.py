@@ -16,8 +16,7 @@ from torch import Tensor
 if TYPE_CHECKING:
     from sklearn.base import BaseEstimator
 
-# The packages whose frames lie between a warning and the line that it is about.
-_INNER = ("favor", "sklearn", "torch")
+_INNER = ("favor", "sklearn", "torch")  # the packages whose frames lie between a warning and the line that it is about
 
 
 def rows_of(estimator: BaseEstimator, X: Any, *, reset: bool, minimum: int = 1) -> Tensor:

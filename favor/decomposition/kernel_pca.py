@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import KW_ONLY, dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -21,10 +22,8 @@ from favor.decomposition.inputs import (
 from favor.decomposition.kernels import KernelDecomposition, check_diagonal, checked_kernel
 from favor.decomposition.power import scale_invariant_power
 
-# Rows among which the best is the start of an Lp component.
-CANDIDATES = 50
-# Share of the variance that the components behind outlier scores must hold.
-SHARE = 0.8
+CANDIDATES = 50  # rows among which the best is the start of an Lp component
+SHARE = 0.8  # share of the variance that the components behind outlier scores must hold
 
 
 class L1Components(NamedTuple):
@@ -148,6 +147,7 @@ def _flip(K: Tensor, c: Tensor, image: Tensor, tolerance: float) -> bool:
         flipped = True
 
 
+@dataclass(eq=False, repr=False)
 class L1KernelPCA(KernelDecomposition):
     """Kernel PCA that maximises the mean absolute score instead of the mean square, so that outliers count less.
 
@@ -196,25 +196,11 @@ class L1KernelPCA(KernelDecomposition):
         >>> pca = L1KernelPCA(n_components=1).fit(X)
         >>> np.abs(pca.components_).round(2).tolist(), np.abs(pca.transform([[3.0, 3.0]])).round(2).tolist()
         ([[0.63, 0.77]], [[2.1]])
-
     """
 
-    def __init__(
-        self,
-        n_components: int | None = None,
-        *,
-        kernel: str | Callable[[Tensor, Tensor], Any] = "linear",
-        gamma: float | None = None,
-        center: bool = True,
-        bit_flips: bool = False,
-        max_iter: int = 1000,
-    ) -> None:
-        self.n_components = n_components
-        self.kernel = kernel
-        self.gamma = gamma
-        self.center = center
-        self.bit_flips = bit_flips
-        self.max_iter = max_iter
+    n_components: int | None = None
+    _: KW_ONLY
+    bit_flips: bool = False
 
     @torch.no_grad()
     def fit(self, X: Any, y: Any = None) -> L1KernelPCA:
@@ -258,6 +244,7 @@ class L1KernelPCA(KernelDecomposition):
         return same_kind(((scores[:, chosen] - means).square() / variances).sum(1), X)
 
 
+@dataclass(eq=False, repr=False)
 class LpKernelPCA(KernelDecomposition):
     """Kernel PCA that maximises the mean of |score|^p: p < 2 heeds outliers less than PCA, p > 2 seeks heavy tails.
 
@@ -301,31 +288,14 @@ class LpKernelPCA(KernelDecomposition):
         >>> pca = LpKernelPCA(p=4, random_state=0).fit(X)
         >>> bool(abs(pca.components_[0, 1]) > 0.99)
         True
-
     """
 
-    def __init__(
-        self,
-        n_components: int = 1,
-        *,
-        p: float = 3.0,
-        kernel: str | Callable[[Tensor, Tensor], Any] = "linear",
-        gamma: float | None = None,
-        center: bool = True,
-        shift: float = 0.0,
-        tol: float = 1e-10,
-        max_iter: int = 1000,
-        random_state: Any = None,
-    ) -> None:
-        self.n_components = n_components
-        self.p = p
-        self.kernel = kernel
-        self.gamma = gamma
-        self.center = center
-        self.shift = shift
-        self.tol = tol
-        self.max_iter = max_iter
-        self.random_state = random_state
+    n_components: int = 1
+    _: KW_ONLY
+    p: float = 3.0
+    shift: float = 0.0
+    tol: float = 1e-10
+    random_state: Any = None
 
     @torch.no_grad()
     def fit(self, X: Any, y: Any = None) -> LpKernelPCA:
@@ -338,7 +308,12 @@ class LpKernelPCA(KernelDecomposition):
             directions = self._directions(rows)
             self._keep(X, rows @ directions, None, directions.T)
         else:
-            factor, back = _factored(self._training_kernel(rows, X))
+            # F `[n, r]` with F F' = K and B with F = K B, r the rank: x in R^r has the dual coefficients B x.
+            kernel = self._training_kernel(rows, X)
+            values, vectors = torch.linalg.eigh((kernel + kernel.T) / 2)
+            kept = values > len(values) * torch.finfo(values.dtype).eps * values[-1].clamp(min=0)
+            roots, vectors = values[kept].sqrt(), vectors[:, kept]
+            factor, back = vectors * roots, vectors / roots
             directions = self._directions(factor)
             self._keep(X, factor @ directions, back @ directions, None)
         return self
@@ -346,8 +321,7 @@ class LpKernelPCA(KernelDecomposition):
     def _directions(self, factor: Tensor) -> Tensor:
         """Finds orthonormal columns `[r, n_components_]` of large mean |factor @ column|^p, for a factor `[n, r]`."""
         generator = generator_of(self.random_state)
-        whole = float(factor.norm())
-        tolerance = whole * (1e-10 if factor.dtype == torch.float64 else 1e-5)
+        tolerance = float(factor.norm()) * (1e-10 if factor.dtype == torch.float64 else 1e-5)
         left, found = factor, factor.new_zeros(factor.shape[1], 0)
         counts: list[int] = []
         while len(counts) < self.n_components and float(left.norm()) > tolerance:
@@ -390,11 +364,3 @@ def _best_row(factor: Tensor, p: float, generator: torch.Generator) -> Tensor:
     rows = rows / rows.norm(dim=1, keepdim=True)
     scores = (factor @ rows.T).abs()
     return rows[(scores / scores.max()).pow(p).sum(0).argmax()]
-
-
-def _factored(kernel: Tensor) -> tuple[Tensor, Tensor]:
-    """Gives F `[n, r]` with F F' = K and B with F = K B, r the rank: x in R^r has the dual coefficients B x."""
-    values, vectors = torch.linalg.eigh((kernel + kernel.T) / 2)
-    kept = values > len(values) * torch.finfo(values.dtype).eps * values[-1].clamp(min=0)
-    roots, vectors = values[kept].sqrt(), vectors[:, kept]
-    return vectors * roots, vectors / roots

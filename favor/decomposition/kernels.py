@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,18 +17,20 @@ from favor.decomposition.inputs import check_flag, check_number, rows_of, same_k
 KERNELS = ("linear", "rbf", "precomputed")
 
 
+@dataclass(eq=False, repr=False, kw_only=True)
 class KernelDecomposition(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimator):
     """Directions in the feature space of a kernel, centred on the training rows.
 
     The linear kernel works in input space: its rows are centred before the kernel is taken, which keeps their
     digits, and its components are vectors there. Other kernels are centred as scikit-learn's `KernelCenterer` does.
 
-    A subclass stores `kernel`, `gamma`, `center`; its `fit` calls `_training_rows`, `_training_kernel` and `_keep`.
+    The `fit` of a subclass calls `_training_rows`, `_training_kernel` and `_keep`.
     """
 
-    kernel: str | Callable[[Tensor, Tensor], Any]
-    gamma: float | None
-    center: bool
+    kernel: str | Callable[[Tensor, Tensor], Any] = "linear"
+    gamma: float | None = None
+    center: bool = True
+    max_iter: int = 1000
 
     def transform(self, X: Any) -> Any:
         """Gives the scores of rows on the components.

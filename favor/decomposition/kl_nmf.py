@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, dataclass, replace
 from typing import Any
 
 import torch
@@ -126,8 +126,7 @@ def half_step(target: Target, W: Tensor, H: Tensor, product: Tensor, shift: floa
     factor = target.pulled_back(W, product).div_(sums.clamp(min=tiny).unsqueeze(-1))
     if shift is None:
         return factor.mul_(H)
-    # Clipped like WH, for columns without entries.
-    before = (sums @ H).div_(target.column_sums.clamp(min=target.least))
+    before = (sums @ H).div_(target.column_sums.clamp(min=target.least))  # clipped like WH, for columns without entries
     H = factor.mul_(before).add_(shift).square_().mul_(H)
     return H.mul_(target.column_sums / (sums @ H).clamp_(min=tiny))
 
@@ -139,6 +138,7 @@ def sweep(target: Target, W: Tensor, H: Tensor, product: Tensor, shift: float | 
     return W, H, target.product(W, H)
 
 
+@dataclass(eq=False, repr=False)
 class KLNMF(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimator):
     """Nonnegative factors X ~ W H that minimise sum X log(X / WH) - X + WH, in about half the sweeps of MU.
 
@@ -184,27 +184,16 @@ class KLNMF(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimator):
         >>> W = model.fit_transform(X)
         >>> bool(np.isclose((W @ model.components_).sum(), X.sum()))
         True
-
     """
 
-    def __init__(
-        self,
-        n_components: int | None = None,
-        *,
-        shift: float = 0.05,
-        guard: bool = True,
-        init: str = "random",
-        tol: float = 1e-4,
-        max_iter: int = 200,
-        random_state: Any = None,
-    ) -> None:
-        self.n_components = n_components
-        self.shift = shift
-        self.guard = guard
-        self.init = init
-        self.tol = tol
-        self.max_iter = max_iter
-        self.random_state = random_state
+    n_components: int | None = None
+    _: KW_ONLY
+    shift: float = 0.05
+    guard: bool = True
+    init: str = "random"
+    tol: float = 1e-4
+    max_iter: int = 200
+    random_state: Any = None
 
     def fit(self, X: Any, y: Any = None, W: Any = None, H: Any = None) -> KLNMF:
         """Finds both factors and keeps H; the arguments are those of `fit_transform`."""
@@ -280,7 +269,6 @@ class KLNMF(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimator):
     def _start(
         self, target: Target, left: tuple[int, int], right: tuple[int, int], W: Any, H: Any
     ) -> tuple[Tensor, Tensor]:
-        """Gives two factors of these shapes to begin with."""
         like = target.values
         if self.init == "custom":
             return _given("W", W, left, like), _given("H", H, right, like)
@@ -349,7 +337,6 @@ def _scale(target: Target, W: Tensor, H: Tensor) -> Tensor:
 
 
 def _steps_of_rows(target: Target) -> Callable[[State, float | None], State]:
-    """Makes the function that takes steps of W alone."""
     across = target.t()
 
     def step(state: State, shift: float | None) -> State:

@@ -115,8 +115,7 @@ def fit_proportions(
 
     They are pi `[..., K]` -> L pi `[..., n]`, in new storage, and r `[..., n]` -> L' r `[..., K]`.
     """
-    total = counts.sum(-1, keepdim=True)
-    share = counts / total
+    share = counts / counts.sum(-1, keepdim=True)
     pi = start / start.sum(-1, keepdim=True)
     mixture = times(pi).clamp_(min=LEAST)
     objective = _objective(share, mixture)
@@ -126,8 +125,7 @@ def fit_proportions(
         converged = bool((gap <= tol).all())
         if converged or step == max_iter:
             break
-        # In this order float32 holds the product: pi g is at most 1.
-        new = pi * (shift + g) * (shift + g)
+        new = pi * (shift + g) * (shift + g)  # in this order float32 holds the product: pi g is at most 1
         new = new / new.sum(-1, keepdim=True)
         mixture = times(new).clamp_(min=LEAST)
         reached = _objective(share, mixture)

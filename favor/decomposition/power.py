@@ -55,12 +55,7 @@ class BlockPowerResult(NamedTuple):
 
 
 def scale_invariant_power(
-    gradient: Callable[[Any], Any],
-    start: Any,
-    *,
-    shift: float = 0.0,
-    tol: float = 1e-10,
-    max_iter: int = 1000,
+    gradient: Callable[[Any], Any], start: Any, *, shift: float = 0.0, tol: float = 1e-10, max_iter: int = 1000
 ) -> PowerResult:
     """Maximises f on the unit sphere by x <- (grad f(x) + s x) / norm, f scale invariant.
 
@@ -147,8 +142,16 @@ def block_power(
         >>> bool(abs(found.multipliers[0] - np.linalg.norm(A, 2)) < 1e-9)
         True
     """
+    lengths = [None] * len(blocks) if steps is None else list(steps)
+    if not len(gradients) == len(blocks) == len(lengths) or not blocks:
+        raise ValueError(
+            "gradients, blocks and steps must have one entry per block, and there must be a block; got "
+            f"{len(gradients)}, {len(blocks)} and {len(lengths)}."
+        )
+    for i, length in enumerate(lengths):
+        check_number(f"steps[{i}]", length, None, expected="a positive number", allowed=lambda s: 0 < s < math.inf)
     names = [(f"gradients[{i}]", f"blocks[{i}]") for i in range(len(blocks))]
-    return _swept(gradients, blocks, _lengths(gradients, blocks, steps), names, shift, tol, max_iter)
+    return _swept(gradients, blocks, lengths, names, shift, tol, max_iter)
 
 
 def _swept(
@@ -189,19 +192,6 @@ def _swept(
         n_iter += 1
     multipliers = tuple(float(x @ slope(i)) if lengths[i] is None else None for i, x in enumerate(found))
     return BlockPowerResult(tuple(given), multipliers, n_iter, converged)
-
-
-def _lengths(gradients: Sequence[Any], blocks: Sequence[Any], steps: Sequence[Any] | None) -> list[float | None]:
-    """Checks the steps and gives one for every block, None on the sphere."""
-    lengths = [None] * len(blocks) if steps is None else list(steps)
-    if not len(gradients) == len(blocks) == len(lengths) or not blocks:
-        raise ValueError(
-            "gradients, blocks and steps must have one entry per block, and there must be a block; got "
-            f"{len(gradients)}, {len(blocks)} and {len(lengths)}."
-        )
-    for i, length in enumerate(lengths):
-        check_number(f"steps[{i}]", length, None, expected="a positive number", allowed=lambda s: 0 < s < math.inf)
-    return lengths
 
 
 def _vector(start: Any, name: str) -> Tensor:

@@ -15,8 +15,7 @@ from torch import Tensor
 
 from favor.decomposition.inputs import rows_of, same_kind
 
-# Numbers in a block: 32 MiB of float64.
-BLOCK = 2**22
+BLOCK = 2**22  # numbers in a block: 32 MiB of float64
 # A share of the rows is at least this many: smaller batches save nothing and are too noisy for long steps.
 SMALLEST_SHARE = 64
 
@@ -56,8 +55,7 @@ class RowSource:
         """Gives rows by number `[b]`, in any order and with repetitions: `[b, d]`."""
         if isinstance(self.rows, Tensor):
             return self._finished(self.rows[indices.to(self.rows.device)])
-        # Files on disk need rising numbers, each once.
-        single, places = np.unique(indices.numpy(), return_inverse=True)
+        single, places = np.unique(indices.numpy(), return_inverse=True)  # files on disk need rising numbers, each once
         block = _block(self.rows[single])
         return self._finished(block[torch.from_numpy(places).to(block.device)])
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 import torch
@@ -61,6 +62,7 @@ class FromGradient(Objective):
         return found.to(x)
 
 
+@dataclass(eq=False, repr=False)
 class StochasticSCIPI(StochasticPower):
     """Maximises a mean of scale-invariant functions of rows on the unit sphere by variance-reduced power steps.
 
@@ -120,31 +122,12 @@ class StochasticSCIPI(StochasticPower):
         >>> likelihoods = np.exp(-((data[:, None] - means) ** 2) / 2)
         >>> StochasticSCIPI("mixture", random_state=0).fit(likelihoods).proportions_.round(1).tolist()
         [0.5, 0.2, 0.3]
-
     """
 
-    def __init__(
-        self,
-        objective: str | GradientFunction = "lp",
-        n_components: int = 1,
-        *,
-        degree: float | None = None,
-        batch_size: float = 0.01,
-        eta: float = 1.0,
-        epoch_length: int = 25,
-        tol: float = 1e-6,
-        max_epochs: int = 100,
-        random_state: Any = None,
-    ) -> None:
-        self.objective = objective
-        self.n_components = n_components
-        self.degree = degree
-        self.batch_size = batch_size
-        self.eta = eta
-        self.epoch_length = epoch_length
-        self.tol = tol
-        self.max_epochs = max_epochs
-        self.random_state = random_state
+    objective: str | GradientFunction = "lp"
+    n_components: int = 1
+    _: KW_ONLY
+    degree: float | None = None
 
     def __sklearn_tags__(self) -> Any:
         tags = super().__sklearn_tags__()

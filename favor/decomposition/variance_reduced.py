@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 import numpy as np
@@ -12,12 +13,9 @@ from favor.decomposition.epochs import Point, PowerParameters, Quadratic, Rule, 
 from favor.decomposition.inputs import check_flag, check_number, tensor_of
 from favor.decomposition.rows import RowSource, row_source, same_kind_as_rows
 
-# Exact steps from which eigenvalues are first estimated.
-WARM_UP = 5
-# The ratio l2 / l1 while there is no estimate yet.
-UNKNOWN_RATIO = 0.5
-# The estimate of l2 stays below l1 by this share, so that the gap is never 0.
-SMALLEST_GAP = 1e-6
+WARM_UP = 5  # exact steps from which eigenvalues are first estimated
+UNKNOWN_RATIO = 0.5  # the ratio l2 / l1 while there is no estimate yet
+SMALLEST_GAP = 1e-6  # the estimate of l2 stays below l1 by this share, so that the gap is never 0
 
 
 def second_eigenvalue(point: Tensor, image: Tensor, last: Tensor, last_image: Tensor) -> float | None:
@@ -37,6 +35,7 @@ def second_eigenvalue(point: Tensor, image: Tensor, last: Tensor, last_image: Te
     return min(max(estimate, 0.0), l1 * (1 - SMALLEST_GAP))
 
 
+@dataclass(eq=False, repr=False)
 class VRPower(StochasticPower):
     """Leading principal components by variance-reduced stochastic power iteration (VR Power).
 
@@ -87,29 +86,11 @@ class VRPower(StochasticPower):
         >>> X = np.random.default_rng(0).normal(size=(2000, 5)) * [2, 1, 1, 1, 1]
         >>> VRPower(random_state=0).fit(X).components_.round(1).tolist()[0][0]
         1.0
-
     """
 
-    def __init__(
-        self,
-        n_components: int = 1,
-        *,
-        batch_size: float = 0.01,
-        eta: float = 1.0,
-        epoch_length: int = 25,
-        center: bool = False,
-        tol: float = 1e-6,
-        max_epochs: int = 100,
-        random_state: Any = None,
-    ) -> None:
-        self.n_components = n_components
-        self.batch_size = batch_size
-        self.eta = eta
-        self.epoch_length = epoch_length
-        self.center = center
-        self.tol = tol
-        self.max_epochs = max_epochs
-        self.random_state = random_state
+    n_components: int = 1
+    _: KW_ONLY
+    center: bool = False
 
     @torch.no_grad()
     def fit(self, X: Any, y: Any = None) -> VRPower:
@@ -140,6 +121,7 @@ class VRPower(StochasticPower):
         check_flag("center", self.center)
 
 
+@dataclass(eq=False, repr=False)
 class VRHeavyBallPower(VRPower):
     """Leading principal components by variance-reduced power iteration with momentum (VR HB Power).
 
@@ -168,28 +150,12 @@ class VRHeavyBallPower(VRPower):
         >>> X = np.random.default_rng(0).normal(size=(2000, 5)) * [2, 1, 1, 1, 1]
         >>> VRHeavyBallPower(random_state=0).fit(X).components_.round(1).tolist()[0][0]
         1.0
-
     """
 
-    def __init__(
-        self,
-        n_components: int = 1,
-        *,
-        batch_size: float = 0.01,
-        eta: float = 0.1,
-        epoch_length: int = 25,
-        beta: float | str = "rule",
-        eigenvalues: Any = None,
-        center: bool = False,
-        tol: float = 1e-6,
-        max_epochs: int = 100,
-        random_state: Any = None,
-    ) -> None:
-        steps: dict[str, Any] = {"batch_size": batch_size, "eta": eta, "epoch_length": epoch_length, "tol": tol}
-        rest: dict[str, Any] = {"center": center, "max_epochs": max_epochs, "random_state": random_state}
-        super().__init__(n_components, **steps, **rest)
-        self.beta = beta
-        self.eigenvalues = eigenvalues
+    _: KW_ONLY
+    eta: float = 0.1
+    beta: float | str = "rule"
+    eigenvalues: Any = None
 
     @property
     def _warm_up(self) -> int:

@@ -68,14 +68,12 @@ def draw_omega(
     if not orthogonal:
         return torch.randn(*batch_shape, num_features, head_dim, dtype=torch.float64, device="cpu", generator=generator)
 
-    blocks = math.ceil(num_features / head_dim)
-    shape = (*batch_shape, blocks, head_dim, head_dim)
+    shape = (*batch_shape, math.ceil(num_features / head_dim), head_dim, head_dim)
     q, r = torch.linalg.qr(torch.randn(shape, dtype=torch.float64, device="cpu", generator=generator))
     # QR alone is not Haar distributed: the signs of R's diagonal have to be moved into Q.
     q = q * torch.sign(torch.diagonal(r, dim1=-2, dim2=-1)).unsqueeze(-2)
     lengths = torch.randn(shape, dtype=torch.float64, device="cpu", generator=generator).norm(dim=-1, keepdim=True)
-    rows = q.transpose(-1, -2) * lengths
-    return rows.flatten(-3, -2)[..., :num_features, :].contiguous()
+    return (q.transpose(-1, -2) * lengths).flatten(-3, -2)[..., :num_features, :].contiguous()
 
 
 # Ways to draw that most families share, by names that stand in compiled graphs.

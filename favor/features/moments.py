@@ -50,7 +50,8 @@ class Moments:
                 row that counts has zero moments.
             y_weights: weights of the keys `[..., S]` that add up to 1 (or are all 0); None weighs them equally.
         """
-        return cls(*_interleave(_first_two(x, x_mask), _first_two(y, y_mask, y_weights)))
+        (mean_x, cov_x), (mean_y, cov_y) = _first_two(x, x_mask), _first_two(y, y_mask, y_weights)
+        return cls(mean_x, mean_y, cov_x, cov_y)
 
     def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Gives the four attributes, in order."""
@@ -78,8 +79,9 @@ class Moments:
             scatter = cov + apart.unsqueeze(-1) * apart.unsqueeze(-2)
             return centre, (share[..., None, None] * scatter).sum(0)
 
-        x, y = pool(moments.mean_x, moments.cov_x, share_x), pool(moments.mean_y, moments.cov_y, share_y)
-        return cls(*_interleave(x, y))
+        mean_x, cov_x = pool(moments.mean_x, moments.cov_x, share_x)
+        mean_y, cov_y = pool(moments.mean_y, moments.cov_y, share_y)
+        return cls(mean_x, mean_y, cov_x, cov_y)
 
     def scaled(self, scale: float) -> Moments:
         """Gives the moments of sqrt(scale) x and sqrt(scale) y."""
@@ -129,10 +131,6 @@ class Moments:
     def regularised(self, ridge: Tensor) -> Moments:
         """Adds t I to both second moments, for a t of each set `[...]`."""
         return Moments(self.mean_x, self.mean_y, add_diagonal(self.cov_x, ridge), add_diagonal(self.cov_y, ridge))
-
-
-def _interleave(x: tuple[Tensor, Tensor], y: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
-    return x[0], y[0], x[1], y[1]
 
 
 def _first_two(samples: Tensor, mask: Tensor | None, weights: Tensor | None = None) -> tuple[Tensor, Tensor]:

@@ -140,7 +140,6 @@ class Parameters:
         return [getattr(self, name) for name in _TENSORS if getattr(self, name) is not None]
 
     def _each(self, change: Callable[[Tensor], Tensor]) -> Parameters:
-        """Applies a function to every tensor."""
         given = [name for name in _TENSORS if getattr(self, name) is not None]
         changed: dict[str, Any] = {name: change(getattr(self, name)) for name in given}
         return replace(self, **changed)

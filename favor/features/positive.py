@@ -43,8 +43,7 @@ def optimal_sigma(phi: Tensor) -> Tensor:
 
 
 def _inverse_gamma(phi: Tensor) -> Tensor:
-    # phi is a mean of squares; rounding may put it below zero.
-    phi = phi.clamp(min=0)
+    phi = phi.clamp(min=0)  # phi is a mean of squares; rounding may put it below zero
     return (2 * phi + 1 + ((2 * phi + 1).square() + 8 * phi).sqrt()) / 2
 
 
@@ -241,7 +240,6 @@ class SDERF(PositiveFeatures):
 
 
 def _roots(matrix: Tensor) -> tuple[Tensor, Tensor]:
-    """Computes the root and inverse root of a symmetric positive matrix."""
     values, vectors = eigh(matrix)
     return from_spectrum(values.sqrt(), vectors), from_spectrum(values.rsqrt(), vectors)
 
@@ -285,5 +283,4 @@ class DERF(PositiveFeatures):
 
     def fit_moments(self, moments: Moments) -> Parameters:
         """Gives the parameters of the user, in the type and on the device of the data."""
-        like = moments.mean_x
-        return self.parameters.to(like)
+        return self.parameters.to(moments.mean_x)

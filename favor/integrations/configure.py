@@ -143,7 +143,6 @@ class _Change:
             self.merged[part] = {**merged.to_dict(), BACKEND: backend}
 
     def apply(self, model: PreTrainedModel, name: str | None, part: str) -> None:
-        """Writes the options into the config."""
         if self.part:
             parts = {other: kept for other, kept in self.parts.items() if not is_inside(other, self.part)} | self.merged
             running = [own[BACKEND] for own in parts.values() if own[BACKEND] in registry.BACKENDS]

@@ -87,8 +87,7 @@ class ModelDescription:
         return asdict(self)
 
     def __str__(self) -> str:
-        cells = (tuple(_cell(getattr(layer, column)) for column in _COLUMNS) for layer in self.layers)
-        rows = [_COLUMNS, *cells]
+        rows = [_COLUMNS, *(tuple(_cell(getattr(layer, name)) for name in _COLUMNS) for layer in self.layers)]
         widths = [max(len(row[i]) for row in rows) for i in range(len(_COLUMNS))]
         lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
         counts = Counter(layer.runs for layer in self.layers)
@@ -170,8 +169,7 @@ def _describe_layer(name: str, module: nn.Module, length: int, device: str | Non
     backend = config._attn_implementation
     own, given = layer_options(module, str(backend))
     if own is None:
-        elsewhere = backend in registry.BACKENDS
-        why = "another part was switched" if elsewhere else f"the backend is {backend}"
+        why = "another part was switched" if backend in registry.BACKENDS else f"the backend is {backend}"
         return LayerDescription(name, "exact", why)
     refused = next((REFUSED[argument] for argument in _TELLING if _passes(module, argument)), None)
     if refused is not None:
@@ -209,7 +207,6 @@ def _describe_layer(name: str, module: nn.Module, length: int, device: str | Non
 
 
 def _parameters(options: FavorConfig, family: Any, choice: dict[str, Any], is_decoder: bool) -> tuple[str, str]:
-    """Tells where the parameters of a layer come from, and what is missing."""
     if not family.takes_parameters or not (family.needs_statistics or choice.get("family") == family.name):
         return "none", ""
     if options.statistics == "batch":

@@ -141,7 +141,6 @@ def by_length(
 
 
 def _part(call: Call, rows: Place = ALL, heads: Place = ALL) -> Any:
-    """Gives the positions of some rows of the batch, and some heads."""
     relative = call.relative
     if relative is None or isinstance(relative, Tensor):
         return None if relative is None else take(relative, rows, heads)

@@ -263,8 +263,7 @@ def _of_all_pairs(mask: Tensor, shape: tuple[int, int, int], claimed: bool) -> V
     visible = _visible(_one_head(mask, key_length))
     padding = visible.any(dim=1, keepdim=True)
     triangle = torch.ones(length, key_length, dtype=torch.bool, device=mask.device).tril(key_length - length)
-    # Some models also mask the rows of padded queries, which are not read.
-    masked_rows = ~visible.any(-1, keepdim=True)
+    masked_rows = ~visible.any(-1, keepdim=True)  # some models also mask the rows of padded queries, which are not read
     for causal in (claimed, not claimed):
         expected = padding & triangle if causal else padding
         if bool(((visible == expected) | masked_rows).all()):

@@ -96,7 +96,6 @@ def _relative_keys(original: Any, layer: Any, query: Tensor, key: Tensor) -> Any
 
 
 def _relative_waves(original: Any, layer: Any, query: Tensor, key: Tensor, position: Tensor) -> Any:
-    """Gives the positions of Transformer-XL."""
     content, asked = (query + bias[None, :, None] for bias in (layer.pos_bias_u, layer.pos_bias_v))
     return content, _waves(layer, asked, layer.linear_pos.weight, layer.scaling)
 

@@ -135,8 +135,7 @@ def _operations(*arguments: Any) -> int:
     """Counts operations in products of matrices; tensors are given by their shapes."""
     given: Any = ChosenOperands(*arguments)
     columns = given.far_key[1] + min(given.most, given.key[1]) + given.own[3] + given.section
-    number: int = 2 * prod(given.query[:3]) * columns * (given.query[3] + given.value[2])
-    return number
+    return 2 * prod(given.query[:3]) * columns * (given.query[3] + given.value[2])
 
 
 @register_flop_formula(torch.ops.favor.chosen_attention)

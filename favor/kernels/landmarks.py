@@ -61,7 +61,6 @@ class _Fused:
         return (*inputs[: self.tensors], self.options(*inputs[self.tensors : -1]), inputs[-1])
 
     def forward(self, *inputs: Any) -> Tensors:
-        """Runs the forward pass of the kernel that is picked."""
         *arguments, kernel = self.bundled(*inputs)
         with torch.cuda.device_of(inputs[0]):
             results: Tensors = kernel_module(pick(kernel, inputs[0], inputs[2]), self.form).forward(*arguments)
@@ -76,14 +75,12 @@ class _Fused:
         return gradients
 
     def keep(self, ctx: Any, inputs: tuple[Any, ...], output: Tensors) -> None:
-        """Keeps what the backward pass reads."""
         ctx.save_for_backward(*inputs[: self.tensors], *output)
         ctx.options = inputs[self.tensors :]
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*output[1:])
 
     def differentiate(self, ctx: Any, grad: Tensor | None, *unused: Any) -> tuple[Any, ...]:
-        """Gives the gradients of all inputs."""
         nothing = (None,) * (self.tensors - 3 + len(ctx.options))
         if grad is None:
             return (None, None, None, *nothing)
@@ -95,8 +92,7 @@ class _Fused:
         """Gives all results of the forward pass; the first one has a graph."""
         tokens = (tensor if tensor.stride(-1) == 1 else tensor.contiguous() for tensor in (query, key, value))
         inputs = (*tokens, *others)
-        results: Tensors = _Eager.apply(self, *inputs) if plain(query, key, value) else self.forward_operator(*inputs)
-        return results
+        return _Eager.apply(self, *inputs) if plain(query, key, value) else self.forward_operator(*inputs)
 
 
 class _Eager(torch.autograd.Function):
@@ -108,7 +104,6 @@ class _Eager(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensors) -> None:
-        """Keeps what the backward pass reads."""
         ctx.fused = inputs[0]
         ctx.fused.keep(ctx, inputs[1:], output)
 

@@ -39,7 +39,6 @@ def _bundled(arguments: tuple[Any, ...]) -> tuple[Operands, Geometry]:
 
 
 def _forward(*arguments: Any) -> Result:
-    """Runs the forward pass of the kernel that is picked."""
     operands, geometry = _bundled(arguments[:-1])
     picked = pick(arguments[-1], operands.query, operands.value)
     with torch.cuda.device_of(operands.query):
@@ -194,8 +193,7 @@ class _Backward(torch.autograd.Function):
         return attention_backward(*inputs)
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        """Keeps nothing."""
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None: ...
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
@@ -280,5 +278,4 @@ def _run(given: Operands, form: Geometry, kernel: str) -> tuple[Tensor, ...]:
     *tensors, query_bias = given.readable()
     inputs = (*tensors, cu_q, cu_k, query_bias, *options, kernel)
     plainly = is_transformed() or plain(*tensors[:3])
-    found: tuple[Tensor, ...] = _Eager.apply(*inputs) if plainly else attention_forward(*inputs)
-    return found
+    return _Eager.apply(*inputs) if plainly else attention_forward(*inputs)

@@ -392,7 +392,11 @@ def _piece(state: StreamState, operands: Operands, window: int, scale: float) ->
     if complete and window and state.is_ragged:
         bias, state.block = _split(block, window, dtype)
     if complete:
-        _remember(state.memory, DecodeState.from_keys(block[0], block[1], key_directions, bias))
+        memory, new = state.memory, DecodeState.from_keys(block[0], block[1], key_directions, bias)
+        risen = torch.logaddexp(memory.log_weight, new.log_weight)
+        share = torch.where(risen == -torch.inf, -torch.inf, new.log_weight - risen).exp().unsqueeze(-1)
+        memory.summary += share * (new.summary - memory.summary)
+        memory.log_weight.copy_(risen)
     return out
 
 
@@ -426,13 +430,5 @@ def _read(rows: Tensor, near: Tensor, block: tuple[Tensor, ...], memory: DecodeS
     later = torch.ones(length, size, dtype=torch.bool, device=near.device).triu(size - length + 1)
     near = near.masked_fill(later, -torch.inf)
     weights = torch.cat((rows + memory.log_weight[:, :, None, None], near), dim=-1).softmax(-1)
-    # A query that sees no key has only -inf.
-    far, near = weights.nan_to_num(0.0).split((rows.shape[-1], size), dim=-1)
+    far, near = weights.nan_to_num(0.0).split((rows.shape[-1], size), dim=-1)  # a query that sees no key has only -inf
     return far @ memory.summary.unsqueeze(2) + near @ block[1].unsqueeze(2)
-
-
-def _remember(memory: DecodeState, new: DecodeState) -> None:
-    risen = torch.logaddexp(memory.log_weight, new.log_weight)
-    share = torch.where(risen == -torch.inf, -torch.inf, new.log_weight - risen).exp().unsqueeze(-1)
-    memory.summary += share * (new.summary - memory.summary)
-    memory.log_weight.copy_(risen)

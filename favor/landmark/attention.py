@@ -37,11 +37,8 @@ class Landmarks(Family):
     """
 
     name = "landmark"
-    backends: tuple[str, ...] = (
-        "landmark",
-        "favor#",
-        "favor_sharp",
-    )  # under favor# by its older spelling, features="landmark"
+    # Under favor# by its older spelling, features="landmark".
+    backends: tuple[str, ...] = ("landmark", "favor#", "favor_sharp")
     supports_state = True
     operations = 4  # the logits of the means, and their values
     is_drawn = False

@@ -56,7 +56,6 @@ class _Nodes:
         self.blocks = blocks
 
     def columns(self, some: slice, ends: tuple[Tensor, Tensor]) -> Iterator[Columns]:
-        """Yields chosen keys, and the means of the others."""
         block = torch.arange(self.blocks.number, device=self.key.device)[some]
         first, last = self.blocks.first(block), self.blocks.last(block)
         before, behind = (end.unsqueeze(-1) for end in ends)
@@ -104,7 +103,6 @@ class _Sections:
         self.log = log_left(self.shared, seen, run, run * causal.SECTION, sections, dtype)
 
     def columns(self, some: slice, ends: tuple[Tensor, Tensor]) -> Iterator[Columns]:
-        """Yields chosen keys, and the means of the others."""
         shared, before = self.shared[:, some], ends[0].unsqueeze(-1)
         place = shared.clamp(min=0)
         bias = before.masked_fill((shared < 0).unsqueeze(2), -torch.inf)

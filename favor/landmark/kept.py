@@ -94,9 +94,8 @@ class Kept(Past):
         """Forgets the last tokens of each sequence."""
         self.length = self.length - tokens
         there = (torch.arange(self.key.shape[2], device=self.key.device) < self.length.unsqueeze(1))[:, None, :, None]
-        dtype = self.far_key.dtype
         self.far_key, self.far_value = (  # anew: what was made in inference mode cannot be changed outside of it
-            torch.where(there, rows, 0.0).unflatten(2, (-1, SECTION)).sum(3, dtype=dtype)
+            torch.where(there, rows, 0.0).unflatten(2, (-1, SECTION)).sum(3, dtype=self.far_key.dtype)
             for rows in (self.key, self.value)
         )
         self.shared = self.shared[:, :, :0]
@@ -185,8 +184,7 @@ def _one(
     if not state.room:
         kept.shared = shared
     shared = shared.flatten(0, 1).unsqueeze(1)
-    blocks = query.flatten(0, 1)[:, None]
-    out = causal.read_blocks(kept, blocks, place, seen, shared, scale, kernel)
+    out = causal.read_blocks(kept, query.flatten(0, 1)[:, None], place, seen, shared, scale, kernel)
     return out.view(batch, heads, 1, -1)
 
 

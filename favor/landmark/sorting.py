@@ -41,8 +41,7 @@ def sampled(rows: Tensor, lengths: Tensor, number: int) -> Tensor:
     """Takes evenly spaced rows, with the first and the last that count, from heads in turn: `[N, number, d]`."""
     place = _spaced(lengths, number)
     place = place + torch.arange(number, device=rows.device) % rows.shape[1] * rows.shape[2]
-    flat = rows.flatten(1, 2)
-    return flat.gather(1, place.unsqueeze(-1).expand(-1, -1, rows.shape[3]))
+    return rows.flatten(1, 2).gather(1, place.unsqueeze(-1).expand(-1, -1, rows.shape[3]))
 
 
 def _sort(rows: Tensor, others: Tensor, lengths: Tensor, other_lengths: Tensor) -> Tensor:

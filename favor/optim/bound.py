@@ -330,8 +330,7 @@ def bound_factor(c: BoundCoefficients) -> Tensor:
     factor = c.beta[..., 1:, None].sqrt() * ((column == row).to(mean) - mean)
     if c.order is None:
         return factor
-    index = c.order.unsqueeze(-2).expand(factor.shape)
-    return torch.empty_like(factor).scatter_(-1, index, factor)
+    return torch.empty_like(factor).scatter_(-1, c.order.unsqueeze(-2).expand(factor.shape), factor)
 
 
 def bound_dense(c: BoundCoefficients) -> Tensor:

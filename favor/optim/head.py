@@ -81,11 +81,7 @@ class HeadOptimizer(Optimizer):
     """
 
     def __init__(
-        self,
-        head: Heads,
-        defaults: Options,
-        process_group: dist.ProcessGroup | None = None,
-        capture: bool = True,
+        self, head: Heads, defaults: Options, process_group: dist.ProcessGroup | None = None, capture: bool = True
     ) -> None:
         self._heads: list[nn.Linear] = []
         self._captured: list[RowStore] = []
@@ -128,7 +124,6 @@ class HeadOptimizer(Optimizer):
             weakref.finalize(self, hook.remove)
 
     def _check(self, options: Options) -> None:
-        """Raises ValueError for an option out of range."""
         for name in ("lr", "weight_decay", "damping"):
             if name in options and not 0 <= options[name] < float("inf"):
                 raise ValueError(f"{name} must be a number from 0, got {options[name]}.")
@@ -157,7 +152,19 @@ class HeadOptimizer(Optimizer):
         index = next((i for i, known in enumerate(self._heads) if known is head), None)
         if index is None:
             raise ValueError(f"head must be one of the {len(self._heads)} of this optimizer.")
-        self._given[index].append(checked_rows(x, weight, self._heads[index].in_features))
+        width = self._heads[index].in_features
+        if x.ndim == 0 or x.shape[-1] != width or (weight is not None and weight.shape != x.shape[:-1]):
+            got = f"{tuple(x.shape)} and {None if weight is None else tuple(weight.shape)}"
+            raise ValueError(f"x must be [..., {width}] and weight [...], got {got}.")
+        rows = x.detach().reshape(-1, width)
+        if weight is None:
+            flat = rows.new_full((len(rows),), 1 / max(1, len(rows)), dtype=torch.float32)
+        else:
+            flat = weight.detach().reshape(-1)
+            flat = flat if flat.is_floating_point() else flat.float() / flat.count_nonzero().clamp_min(1)
+            if not bool((flat >= 0).all()):
+                raise ValueError("weight must not be negative or NaN.")
+        self._given[index].append((rows, flat))
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears gradients, and the inputs that belong to them."""
@@ -266,21 +273,6 @@ def collect(store: RowStore, width: int, with_ones: bool, like: Tensor) -> Batch
     return Batch(x, weights)
 
 
-def checked_rows(x: Tensor, weight: Tensor | None, width: int) -> tuple[Tensor, Tensor]:
-    """Checks what `set_batch` was given: rows `[N, d]` and float weights `[N]`; ValueError if it does not fit."""
-    if x.ndim == 0 or x.shape[-1] != width or (weight is not None and weight.shape != x.shape[:-1]):
-        got = f"{tuple(x.shape)} and {None if weight is None else tuple(weight.shape)}"
-        raise ValueError(f"x must be [..., {width}] and weight [...], got {got}.")
-    rows = x.detach().reshape(-1, width)
-    if weight is None:
-        return rows, rows.new_full((len(rows),), 1 / max(1, len(rows)), dtype=torch.float32)
-    flat = weight.detach().reshape(-1)
-    flat = flat if flat.is_floating_point() else flat.float() / flat.count_nonzero().clamp_min(1)
-    if not bool((flat >= 0).all()):
-        raise ValueError("weight must not be negative or NaN.")
-    return rows, flat
-
-
 def other_holders(head: nn.Linear) -> list[nn.Module]:
     """Lists the modules, of all that exist, that hold the weight of a head too."""
     others = [own for own in gc.get_referrers(head.weight) if isinstance(own, dict) and own is not head._parameters]
@@ -297,8 +289,7 @@ def precision(head: nn.Linear) -> torch.dtype:
 
 def whole(tensor: Tensor) -> Tensor:
     """Gathers a tensor that FSDP has shared out to processes; others stay as they are."""
-    found: Tensor = getattr(tensor, "full_tensor", lambda: tensor)()
-    return found
+    return getattr(tensor, "full_tensor", lambda: tensor)()
 
 
 def joined(head: nn.Linear, parts: list[Any]) -> Tensor:

@@ -271,23 +271,19 @@ class SBM(HeadOptimizer):
         total = group["weight_decay"] * group["num_examples"]
         if "inverse" not in state:
             state["inverse"] = torch.eye(theta.numel(), dtype=torch.float64, device=theta.device) / total
-        inverse = add_curvature_(state["inverse"], batch.x, batch.x @ theta.T, group["order"])
+        # M <- (M^{-1} + sum_j B_j (x) x_j x_j')^{-1} in place, by the Woodbury identity.
+        inverse = state["inverse"]
+        factor = bound_factor(bound_coefficients(batch.x @ theta.T, group["order"])).to(inverse)
+        rows = torch.einsum("mkn,md->mknd", factor, batch.x.to(inverse)).flatten(2).flatten(0, 1)
+        if len(rows):
+            image = rows @ inverse
+            middle = image @ rows.T
+            middle.diagonal().add_(1)
+            half = torch.linalg.solve_triangular(torch.linalg.cholesky(middle), image, upper=False)
+            inverse.addmm_(half.T, half, alpha=-1)
         summed = len(batch.x) * (gradient + group["weight_decay"] * theta).double().flatten()
         length = group["lr"]
         if group["variant"] == "accumulated":
             summed = state["gradients"] = state.get("gradients", 0) + summed
             length *= len(batch.x) / group["num_examples"]
         return length * (inverse @ summed).reshape(theta.shape).to(theta)
-
-
-def add_curvature_(inverse: Tensor, x: Tensor, logits: Tensor, order: str) -> Tensor:
-    """Computes M <- (M^{-1} + sum_j B_j (x) x_j x_j')^{-1} `[n d, n d]` in place, by the Woodbury identity."""
-    factor = bound_factor(bound_coefficients(logits, order)).to(inverse)
-    rows = torch.einsum("mkn,md->mknd", factor, x.to(inverse)).flatten(2).flatten(0, 1)
-    if len(rows) == 0:
-        return inverse
-    image = rows @ inverse
-    middle = image @ rows.T
-    middle.diagonal().add_(1)
-    half = torch.linalg.solve_triangular(torch.linalg.cholesky(middle), image, upper=False)
-    return inverse.addmm_(half.T, half, alpha=-1)

@@ -62,19 +62,13 @@ class LowRankCurvature:
             length = torch.zeros_like(length)
         unit = outside / length if length > 0 else torch.zeros_like(outside)
         if self.rule == "exact":
-            self._add_exact(p, unit, length)
-        else:
-            self._add_repaired(p, unit, length)
-
-    def _add_exact(self, p: Tensor, unit: Tensor, length: Tensor) -> None:
-        q = torch.cat((p, length.unsqueeze(0)))
-        values, turns = torch.linalg.eigh(torch.nn.functional.pad(self.values, (0, 1)).diag() + torch.outer(q, q))
-        turned = turns.T @ torch.cat((self.vectors, unit.unsqueeze(0)))
-        values = values.clamp_min(0)
-        self.vectors, self.values = turned[1:], values[1:]
-        self._to_diagonal(values[0], turned[0])
-
-    def _add_repaired(self, p: Tensor, unit: Tensor, length: Tensor) -> None:
+            q = torch.cat((p, length.unsqueeze(0)))
+            values, turns = torch.linalg.eigh(torch.nn.functional.pad(self.values, (0, 1)).diag() + torch.outer(q, q))
+            turned = turns.T @ torch.cat((self.vectors, unit.unsqueeze(0)))
+            values = values.clamp_min(0)
+            self.vectors, self.values = turned[1:], values[1:]
+            self._to_diagonal(values[0], turned[0])
+            return
         values, turns = torch.linalg.eigh(self.values.diag() + torch.outer(p, p))
         self.values, self.vectors = values.clamp_min(0), turns.T @ self.vectors
         self.diagonal += p.norm() * length
@@ -110,8 +104,7 @@ def check_rule(rank: int, rule: str) -> None:
         raise ValueError(f"rule must be one of {', '.join(RULES)}; got {rule!r}.")
 
 
-# Its curvature is a `LowRankCurvature`.
-LowRankBound = PartitionBound
+LowRankBound = PartitionBound  # its curvature is a `LowRankCurvature`
 
 
 def low_rank_bound(theta: Tensor, features: Tensor, rank: int, *, rule: str = "exact") -> PartitionBound:

@@ -61,8 +61,7 @@ def bound_solve(
         raise ValueError(f"scale must be at least 0, damping positive, both finite; got {scale} and {damping}.")
     n = c.beta.shape[-1]
     by_label = {name: value.unsqueeze(-1).expand(*value.shape, n) for name, value in (("scale", s), ("damping", lam))}
-    shape = common_shape(c, rhs=rhs, **by_label)
-    r = c.arrange(rhs.double().expand(shape))
+    r = c.arrange(rhs.double().expand(common_shape(c, rhs=rhs, **by_label)))
     solution = (_tridiagonal if method == "tridiagonal" else _scan)(c, s.unsqueeze(-1), lam.unsqueeze(-1), r)
     return c.restore(solution).to(rhs.dtype)
 

@@ -118,8 +118,7 @@ class SoftmaxBound(HeadOptimizer):
         curvature = self._curvature(group, state, theta, batch)
         damping = group["weight_decay"] + group["damping"] * curvature.mean_eigenvalue().item()
         if damping == 0:
-            # No input differs from 0, so no gradient does.
-            return torch.zeros_like(gradient)
+            return torch.zeros_like(gradient)  # no input differs from 0, so no gradient does
         if isinstance(curvature, Exact):
             return group["lr"] * curvature.solve(gradient, damping)
         inverse = curvature.inverse(damping)

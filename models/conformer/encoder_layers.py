@@ -52,20 +52,18 @@ class ConformerConvolution(LasrEncoderConvolutionModule):
             hidden_states = functional.pad(hidden_states, (self.left, self.right if chunks is None else 0))
         else:
             hidden_states = torch.cat((state.convolution, hidden_states), dim=-1)
-            state.convolution = self.last_inputs(hidden_states, real)
+            # The inputs that the next piece needs end with the last real frame.
+            if real is None:
+                state.convolution = hidden_states[..., hidden_states.shape[-1] - self.left :].clone()
+            else:
+                places = real.sum(1, keepdim=True) + torch.arange(self.left, device=real.device)
+                state.convolution = hidden_states.gather(-1, places.unsqueeze(1).expand(-1, hidden_states.shape[1], -1))
         if chunks is None:
             convolved = self.depthwise_conv(hidden_states)
         else:
             convolved = chunks.convolve(hidden_states, self.depthwise_conv, self.right)
         hidden_states = self.activation(self.norm(convolved, real))
         return self.pointwise_conv2(hidden_states).transpose(1, 2)
-
-    def last_inputs(self, inputs: Tensor, real: Tensor | None) -> Tensor:
-        """Copies the inputs `[B, C, kernel - 1]` that the next piece needs, which end with the last real frame."""
-        if real is None:
-            return inputs[..., inputs.shape[-1] - self.left :].clone()
-        places = real.sum(1, keepdim=True) + torch.arange(self.left, device=inputs.device)
-        return inputs.gather(-1, places.unsqueeze(1).expand(-1, inputs.shape[1], -1))
 
 
 class ConformerAttention(LasrEncoderAttention):
@@ -91,8 +89,7 @@ class ConformerAttention(LasrEncoderAttention):
     ) -> tuple[Tensor, Tensor | None]:
         """Computes attention of whole recordings `[B, T, C]`; arguments as of `ConformerBlock`."""
         if chunks is None or self.config._attn_implementation not in registry.BACKENDS:
-            found: Any = super().forward(hidden_states, position_embeddings, attention_mask, **kwargs)
-            return found
+            return super().forward(hidden_states, position_embeddings, attention_mask, **kwargs)
         heads, dropout = self._heads(hidden_states, position_embeddings), self.attention_dropout * self.training
         return self.o_proj(self._unrolled(*heads, chunks, real, dropout=dropout, **kwargs).flatten(2)), None
 

@@ -13,8 +13,7 @@ from transformers import BatchFeature, LasrFeatureExtractor
 from favor.models.speech.audio import check_call, check_sizes, waveforms
 
 NORMALIZE = ("utterance", "none")
-# Frames whose spectra exist at once: about 4 MB, whether the audio lasts a second or an hour.
-BLOCK_FRAMES = 256
+BLOCK_FRAMES = 256  # frames whose spectra exist at once: about 4 MB, whether the audio lasts a second or an hour
 VARIANCE_FLOOR = 1e-5
 # For measured constants. The standard deviation of bins of speech is 2 to 4. A bin below this floor was empty in the
 # measured audio; other audio must not be amplified there more than tenfold.

@@ -115,10 +115,12 @@ class ConformerModel(ConformerPreTrainedModel):
                 cannot run in these chunks.
         """
         hidden_states = self.dropout(self.subsample(input_features))
-        real = self._real_frames(input_features, attention_mask, hidden_states.shape[1])
+        positions, real = torch.arange(hidden_states.shape[1], device=hidden_states.device), None
+        if attention_mask is not None:
+            lengths = self.subsampled_lengths(right_padded(attention_mask, input_features).sum(-1))
+            real = positions < lengths.unsqueeze(-1)
         mask = self._mask(hidden_states, real) if chunks is None else self._chunk_mask(hidden_states, real, chunks)
-        positions = torch.arange(hidden_states.shape[1], device=hidden_states.device).unsqueeze(0)
-        embeddings = self.rotary_emb(hidden_states, positions)
+        embeddings = self.rotary_emb(hidden_states, positions.unsqueeze(0))
         for layer in self.layers:
             if self.training and self.config.layerdrop > 0 and torch.rand([]) < self.config.layerdrop:
                 continue
@@ -154,12 +156,6 @@ class ConformerModel(ConformerPreTrainedModel):
             return seen
         lowest = torch.finfo(hidden_states.dtype).min
         return torch.zeros_like(seen, dtype=hidden_states.dtype).masked_fill(~seen, lowest)
-
-    def _real_frames(self, input_features: Tensor, attention_mask: Tensor | None, length: int) -> Tensor | None:
-        if attention_mask is None:
-            return None
-        lengths = self.subsampled_lengths(right_padded(attention_mask, input_features).sum(-1))
-        return torch.arange(length, device=lengths.device) < lengths.unsqueeze(-1)
 
 
 class ConformerForCTC(TranscribesCTC, ConformerPreTrainedModel):

@@ -145,7 +145,11 @@ class ConformerForTransducer(Transcribes, ConformerPreTrainedModel):
         if labels is None:
             return out
         lengths, weight = frame_counts(encoded), self.config.ctc_weight
-        loss = self._transducer_loss(encoded.last_hidden_state, lengths, labels)
+        blank, counts = self.config.pad_token_id, (labels != IGNORED).sum(-1)
+        targets = labels.masked_fill(labels == IGNORED, blank)
+        prediction, _ = self.predict(torch.nn.functional.pad(targets, (1, 0), value=blank))
+        inputs = (encoded.last_hidden_state, prediction, self.joint, labels, lengths, counts)
+        loss = joint_transducer_loss(*inputs, blank=blank, max_cells=self.config.max_cells)
         out.transducer_loss = loss.detach()
         if self.ctc_head is not None:
             aligned = ctc_loss(self.ctc_head(encoded.last_hidden_state), lengths, labels, self.config)
@@ -153,14 +157,6 @@ class ConformerForTransducer(Transcribes, ConformerPreTrainedModel):
             loss = (1 - weight) * loss + weight * aligned
         out.loss = loss
         return out
-
-    def _transducer_loss(self, hidden: Tensor, lengths: Tensor, labels: Tensor) -> Tensor:
-        blank, counts = self.config.pad_token_id, (labels != IGNORED).sum(-1)
-        targets = labels.masked_fill(labels == IGNORED, blank)
-        prediction, _ = self.predict(torch.nn.functional.pad(targets, (1, 0), value=blank))
-        return joint_transducer_loss(
-            hidden, prediction, self.joint, labels, lengths, counts, blank=blank, max_cells=self.config.max_cells
-        )
 
     def encode(
         self, input_features: Tensor, attention_mask: Tensor | None = None, chunks: Chunks | None = None

@@ -23,8 +23,7 @@ if TYPE_CHECKING:
     from favor.models.conformer.modeling_transducer import ConformerForTransducer
 
 BLOCK_FRAMES = 250  # encoded at once
-# Tokens of each frame, with their probabilities.
-Said = list[list[tuple[int, float]]]
+Said = list[list[tuple[int, float]]]  # tokens of each frame, with their probabilities
 
 
 class ConformerStream:

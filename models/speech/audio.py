@@ -41,8 +41,7 @@ MOST = {
     "n_fft": 1 << 15,
     "chunk_length": 1 << 15,
 }
-# Frames in a second of audio, and frames that see the same sample.
-MOST_FRAMES, MOST_OVERLAP = 1000, 64
+MOST_FRAMES, MOST_OVERLAP = 1000, 64  # frames in a second of audio, and frames that see the same sample
 
 
 def read_file(
@@ -223,8 +222,7 @@ def stretch(waveform: np.ndarray, ratio: Fraction) -> np.ndarray:
     if ratio == 1:
         return waveform
     needs("speech", "scipy")
-    # Slow to import, and most runs neither resample nor change the speed.
-    from scipy.signal import resample_poly
+    from scipy.signal import resample_poly  # slow to import, and most runs neither resample nor change the speed
 
     return resample_poly(waveform, ratio.numerator, ratio.denominator)
 

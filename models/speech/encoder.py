@@ -10,8 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers.modeling_outputs import BaseModelOutput
 
-# Padding of labels, which no loss counts.
-IGNORED = -100
+IGNORED = -100  # padding of labels, which no loss counts
 Count = TypeVar("Count", int, Tensor)
 
 
@@ -35,8 +34,7 @@ class PaddedBatchNorm(nn.BatchNorm1d):
         # Activation checkpointing runs this a second time, inside the backward pass.
         if torch._C._current_graph_task_id() != -1:
             momentum = 0.0
-        # One frame has no variance: it takes that of the frames so far.
-        own = len(rows) > 1
+        own = len(rows) > 1  # one frame has no variance: it takes that of the frames so far
         statistics = (self.running_mean, self.running_var, self.weight, self.bias, own, momentum, self.eps)
         normed = functional.batch_norm(rows, *statistics)
         if real is None:

@@ -232,10 +232,8 @@ class Alignments(torch.autograd.Function):
         blanks = steps.new_full((T + width - 1, batch, width), -INF, dtype=torch.float64)
         moves = torch.full_like(blanks, -INF)
         strides = (width, batch * width, batch * width + 1)
-        blank, label = (
-            blanks.as_strided((batch, T, width), strides),
-            moves.as_strided((batch, T + 1, width - 1), strides, 1),
-        )
+        blank = blanks.as_strided((batch, T, width), strides)
+        label = moves.as_strided((batch, T + 1, width - 1), strides, 1)
         for row, (stop, last) in enumerate(zip(frames, labels, strict=True)):
             blank[row, :stop, : last + 1] = steps[0, row, :stop, : last + 1]
             label[row, :stop, :last] = steps[1, row, :stop, :last]
@@ -302,7 +300,6 @@ def _join(joint: Joint, hidden: Tensor, prediction: Tensor) -> Tensor:
 
 
 def _check_vocabulary(logits: Tensor, most: int) -> None:
-    """Raises ValueError if the largest id is none of the labels of the logits."""
     if most >= logits.shape[-1]:
         raise ValueError(f"targets and blank must be ids from 0 to {logits.shape[-1] - 1}, got {most}.")
 

@@ -54,7 +54,8 @@ class Pronunciations:
         for number, line in enumerate(lines, 1):
             word, tab, phonemes = line.partition("\t")
             one = tuple(phonemes.split())
-            if not tab or word.split() != [word] or not one or any(map(_is_bad, one)):
+            wrong = [phoneme for phoneme in one if phoneme in SPECIAL or BETWEEN in phoneme or SPACE in phoneme]
+            if not tab or word.split() != [word] or not one or wrong:
                 raise ValueError(
                     f"{path}, line {number}: must be a word, a tab and phonemes with spaces between them, without "
                     f"{BETWEEN!r}, {SPACE!r} and {', '.join(SPECIAL)}; got {line!r}."
@@ -149,7 +150,3 @@ def lacking(words: Sequence[str]) -> str:
         f"the lexicon lacks {len(kinds)} words of the transcripts: {', '.join(kinds[:LISTED])}{more}. Add a line "
         "WORD<TAB>PH PH for each; a letter-to-sound program can make them."
     )
-
-
-def _is_bad(phoneme: str) -> bool:
-    return phoneme in SPECIAL or BETWEEN in phoneme or SPACE in phoneme

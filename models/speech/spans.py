@@ -6,8 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 
-# Times of a stream are whole numbers of frames, up to the rounding of floats.
-_ROUNDING = 1e-6
+_ROUNDING = 1e-6  # times of a stream are whole numbers of frames, up to the rounding of floats
 
 
 @dataclass(frozen=True)

@@ -77,8 +77,7 @@ class ConformerTokenizer(TokenizersBackend):
     # transformers loads tokenizer.json unchanged only for classes that have no __init__ of their own.
     model_input_names = ["input_ids", "attention_mask"]  # noqa: RUF012
 
-    # The pipeline asks for it to make words of characters.
-    replace_word_delimiter_char = " "
+    replace_word_delimiter_char = " "  # the pipeline asks for it to make words of characters
 
     def _decode(
         self,
@@ -104,10 +103,9 @@ class ConformerTokenizer(TokenizersBackend):
         )
         if not (output_char_offsets or output_word_offsets):
             return text
-        ends = list(itertools.accumulate(lengths))
         found = [
             Emission(token, end - length, end, 1.0)
-            for token, end, length in zip(ids, ends, lengths, strict=True)
+            for token, end, length in zip(ids, itertools.accumulate(lengths), lengths, strict=True)
             if token != self.pad_token_id and not (skip_special_tokens and token in self.all_special_ids)
         ]
         pieces = _offsets("char", self.spans(found))
@@ -148,7 +146,6 @@ class ConformerTokenizer(TokenizersBackend):
 
 
 def _offsets(name: str, spans: list[Span]) -> list[dict[str, Any]]:
-    """Spans as transformers writes them."""
     return [{name: span.text, "start_offset": span.start, "end_offset": span.end} for span in spans]
 
 
@@ -263,7 +260,6 @@ def train_tokenizer(
 
 
 def _train(lines: list[str], model_type: str, vocab_size: int) -> bytes:
-    """Trains the sentencepiece model and gives it serialized."""
     import sentencepiece
 
     out, special = io.BytesIO(), dict[str, Any]()
@@ -294,7 +290,6 @@ def _train(lines: list[str], model_type: str, vocab_size: int) -> bytes:
 
 
 def _too_large(vocab_size: int, limit: int, lines: list[str], model_type: str) -> ValueError:
-    """Gives the error for more pieces than the texts have."""
     return ValueError(
         f"vocab_size must be at most {limit} for {len(lines)} texts and model_type {model_type!r}, got {vocab_size}: "
         "lower it or give more text."

@@ -231,7 +231,6 @@ def processor_of(folder: str) -> ConformerProcessor:
 
 
 def _listed(audio: Audio | Sequence[Audio]) -> list[Audio]:
-    """Recordings as a list: one alone is a list of one."""
     if isinstance(audio, str | Path) or (isinstance(audio, np.ndarray | Tensor) and audio.ndim == 1):
         return [audio]
     recordings = list(audio)

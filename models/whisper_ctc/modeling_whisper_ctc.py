@@ -141,8 +141,7 @@ class WhisperCTCHead(nn.Module):
         frames = self.norm(frames.transpose(1, 2), real).transpose(1, 2)
         for layer in self.layers:
             frames = layer(frames, real)
-        logits: Tensor = self.out(self.dropout(self.out_norm(frames)))
-        return logits
+        return self.out(self.dropout(self.out_norm(frames)))
 
 
 class WhisperForCTC(TranscribesCTC, WhisperPreTrainedModel):

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import MISSING, asdict, dataclass, field, fields
-from typing import Any, ClassVar, TypeVar, get_type_hints
+from typing import Any, ClassVar, get_type_hints
 
 from transformers import AttentionInterface, SchedulerType
+from typing_extensions import Self
 
 import favor
 from favor.train.common.program import DataclassParser, did_you_mean
@@ -48,7 +49,6 @@ class Checked:
     """Base of a dataclass whose fields `option` makes; a value that is given, and not allowed, raises ValueError."""
 
     def __post_init__(self) -> None:
-        """Checks each value by itself."""
         holds = {"greater than": "__gt__", "at least": "__ge__", "less than": "__lt__", "at most": "__le__"}
         for own in fields(self):  # type: ignore[arg-type]
             value, bounds = getattr(self, own.name), own.metadata.get("bounds", {})
@@ -102,7 +102,6 @@ class BackendArguments(Checked):
     )
 
     def __post_init__(self) -> None:
-        """Checks the backend and its options; raises ValueError."""
         super().__post_init__()
         name, known = self.attn_implementation, [*favor.BACKENDS, "sdpa", "eager"]
         # Others may be registered, and a name with / is one of the hub.
@@ -232,7 +231,6 @@ class TrainArguments(BatchedRunArguments):
     )
 
     def __post_init__(self) -> None:
-        """Checks the values; raises ValueError."""
         super().__post_init__()
         if len(set(self.seed)) != len(self.seed):
             raise ValueError(f"the numbers of seed must be different, got {self.seed}")
@@ -254,18 +252,13 @@ class HeadArguments(Checked):
     )
 
 
-Groups = TypeVar("Groups", bound="ArgumentGroups")
-
-
 class ArgumentGroups:
     """Base of a dataclass whose fields are dataclasses of arguments: one command line, one dictionary."""
 
     free: ClassVar[tuple[str, ...]] = FREE
 
     @classmethod
-    def parse(
-        cls: type[Groups], argv: list[str] | None, description: str | None = None, program: str = "favor"
-    ) -> Groups:
+    def parse(cls, argv: list[str] | None, description: str | None = None, program: str = "favor") -> Self:
         """Reads a command line; an unknown option ends the process, as `Parser.refuse` says.
 
         Args:

@@ -14,8 +14,7 @@ from typing import ParamSpec, TypeVar
 from filelock import FileLock, Timeout
 
 NAME = ".favor.lock"
-# What file systems without locks answer.
-NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK)
+NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK)  # what file systems without locks answer
 _held: ContextVar[ExitStack] = ContextVar("held")
 P = ParamSpec("P")
 R = TypeVar("R")

@@ -36,8 +36,7 @@ def load_exact(path: str, *, performer: bool = False) -> PreTrainedModel:
         if own is None:
             raise ValueError(f"{path} holds a {kind.__name__}, and there is no class of favor to load it with")
         kind = own
-    loaded: PreTrainedModel = load_model(kind, path, attn_implementation="sdpa", dtype=torch.float32)
-    return loaded
+    return load_model(kind, path, attn_implementation="sdpa", dtype=torch.float32)
 
 
 def load_switched(
@@ -117,14 +116,6 @@ def positions_of(model: PreTrainedModel) -> tuple[int, int | None]:
     return 0, positions
 
 
-def find_head(model: nn.Module, num_labels: int) -> nn.Linear:
-    """Finds the last linear layer of a model with one output per label; raises ValueError if there is none."""
-    heads = [m for m in model.modules() if isinstance(m, nn.Linear) and m.out_features == num_labels]
-    if not heads:
-        raise ValueError(f"{type(model).__name__} has no linear layer with {num_labels} outputs for head_optimizer")
-    return heads[-1]
-
-
 def make_optimizer(
     model: nn.Module, arguments: RunArguments, head_arguments: HeadArguments, num_labels: int
 ) -> tuple[torch.optim.Optimizer, list[nn.Parameter]]:
@@ -140,7 +131,10 @@ def make_optimizer(
     everything = list(model.parameters())
     if not bound and rate is None:
         return torch.optim.AdamW(adamw_groups(everything, decay), lr=arguments.learning_rate, fused=True), everything
-    head = find_head(model, num_labels)
+    heads = [own for own in model.modules() if isinstance(own, nn.Linear) and own.out_features == num_labels]
+    if not heads:
+        raise ValueError(f"{type(model).__name__} has no linear layer with {num_labels} outputs for head_optimizer")
+    head = heads[-1]
     of_head = {id(p) for p in head.parameters()}
     body = [p for p in everything if id(p) not in of_head]
     groups = adamw_groups(body, decay)

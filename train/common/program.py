@@ -104,12 +104,8 @@ def load_line(model: Any, folder: Path | str, auto_class: type | None = None) ->
 
 def describe(scores: dict[str, float], std: dict[str, float | None] | None = None) -> str:
     """Writes scores in one line: `accuracy 0.8410 ± 0.0100, f1 0.9001 ± 0.0080`."""
-    deviations = std or {}
-    parts = []
-    for name, value in scores.items():
-        deviation = deviations.get(name)
-        parts.append(f"{name} {value:.4f}" + (f" ± {deviation:.4f}" if deviation is not None else ""))
-    return ", ".join(parts)
+    deviations = {name: f" ± {deviation:.4f}" for name, deviation in (std or {}).items() if deviation is not None}
+    return ", ".join(f"{name} {value:.4f}{deviations.get(name, '')}" for name, value in scores.items())
 
 
 def of_training(run: Any, model: Any) -> dict[str, Any]:

@@ -7,22 +7,12 @@ from typing import Any, ClassVar
 
 from favor.models.conformer.configuration_conformer import PRESETS
 from favor.models.speech.tokenizer import MODEL_TYPES
-from favor.train.common.arguments import (
-    FREE,
-    ArgumentGroups,
-    BackendArguments,
-    Checked,
-    RunArguments,
-    option,
-    refuse,
-)
+from favor.train.common.arguments import FREE, ArgumentGroups, BackendArguments, Checked, RunArguments, option, refuse
 
 HUB = "openslr/librispeech_asr"
 SIZES = tuple(PRESETS)
-# In the place of the folder reverb_dir.
-SYNTHETIC = "synthetic"
-# Of the error of a Conformer's predictions of its teacher's hidden states, in the loss.
-HIDDEN_WEIGHT = 2.0
+SYNTHETIC = "synthetic"  # in the place of the folder reverb_dir
+HIDDEN_WEIGHT = 2.0  # of the error of a Conformer's predictions of its teacher's hidden states, in the loss
 ARCHITECTURES = ("ctc", "transducer", "whisper")
 
 
@@ -46,7 +36,6 @@ class SpeechModelArguments(BackendArguments):
     dropout: float = option(0.1, "Every dropout probability of a new model.")
 
     def __post_init__(self) -> None:
-        """Checks the values; raises ValueError."""
         super().__post_init__()
         new = self.model_name_or_path is None
         refuse(
@@ -109,7 +98,6 @@ class SpeechDataArguments(Checked):
     dataloader_num_workers: int = option(0, "Processes that read audio and compute features ahead. Default 0: none.")
 
     def __post_init__(self) -> None:
-        """Checks the values; raises ValueError."""
         super().__post_init__()
         refuse(
             (

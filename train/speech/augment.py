@@ -42,7 +42,6 @@ class SpecAugment:
     value: float = 0.0
 
     def __post_init__(self) -> None:
-        """Checks the numbers; raises ValueError."""
         if min(self.frequency_masks, self.frequency_width, self.time_masks) < 0 or not 0 <= self.time_part <= 1:
             raise ValueError(f"spec_augment's numbers must be at least 0, and its part at most 1, got {self}")
 
@@ -64,8 +63,7 @@ def _masks(lengths: Tensor, widths: Tensor, count: int, size: int, generator: to
     device = lengths.device if generator is None else generator.device
     drawn = torch.rand(2, len(lengths), count, generator=generator, device=device)
     wide, place = drawn.to(lengths.device)
-    # floor(u (n + 1)) is uniform on 0..n.
-    wide = (wide * (widths[:, None] + 1)).floor()
+    wide = (wide * (widths[:, None] + 1)).floor()  # floor(u (n + 1)) is uniform on 0..n
     start = (place * (lengths[:, None] - wide + 1)).floor()
     position = torch.arange(size, device=lengths.device)
     inside = (position >= start[..., None]) & (position < (start + wide)[..., None])

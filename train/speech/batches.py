@@ -91,7 +91,6 @@ class SpeechDataset(Dataset):
         return {"input_features": features[0], "labels": self.labels[index].long(), "index": index, **heard}
 
     def _labels(self, processor: Any, texts: Sequence[str]) -> list[Tensor]:
-        """Gives the tokens of each transcript."""
         return [torch.tensor(ids, dtype=torch.int32) for ids in processor.tokenizer(list(texts))["input_ids"]]
 
     def _features(self, waveform: np.ndarray, generator: torch.Generator) -> tuple[Tensor, int]:

@@ -17,8 +17,7 @@ from favor.models.conformer.configuration_conformer import subsampled_frames
 from favor.models.speech import normalize_transcript, read_file
 from favor.train.text.samples import is_text
 
-# Endings of files that are audio.
-AUDIO = (".flac", ".mp3", ".wav")
+AUDIO = (".flac", ".mp3", ".wav")  # endings of files that are audio
 LISTED = 20
 # What a column may be called, here, by NeMo, by Mozilla Common Voice and on the hub; the first name counts.
 COLUMNS = {
@@ -184,7 +183,6 @@ def from_row(row: Any, folder: Path, transcripts: bool) -> Utterance:
 
 
 def _seconds(found: Mapping[str, Any], name: str) -> float | None:
-    """Gives a length of time, if there is one."""
     try:
         value = float(found.get(name, 0))
     except (TypeError, ValueError, OverflowError):
@@ -279,10 +277,7 @@ def check_lengths(
 
 
 def long_enough(
-    utterances: Sequence[Utterance],
-    processor: Any,
-    skipped: Skipped,
-    outputs: Callable[[int], int] = subsampled_frames,
+    utterances: Sequence[Utterance], processor: Any, skipped: Skipped, outputs: Callable[[int], int] = subsampled_frames
 ) -> list[Utterance]:
     """Selects the utterances that give the encoder at least one frame; the others go to `skipped`, which may raise.
 

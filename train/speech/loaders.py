@@ -32,8 +32,7 @@ from favor_command.saved import load_processor
 if TYPE_CHECKING:
     from favor.train.distill import DistillArguments
 
-# Standard deviation of noise added to the samples in training.
-DITHER = 1e-5
+DITHER = 1e-5  # standard deviation of noise added to the samples in training
 # Range of reverberation times in seconds of responses that are made, those of rooms.
 RT60 = (0.2, 0.6)
 INPUTS = ("input_features", "input_values")

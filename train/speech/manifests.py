@@ -33,10 +33,7 @@ _END = 1 << 20
 
 
 def read_manifest(
-    path: str | Path,
-    skipped: Skipped | None = None,
-    split: str | None = None,
-    transcripts: bool = True,
+    path: str | Path, skipped: Skipped | None = None, split: str | None = None, transcripts: bool = True
 ) -> list[Utterance]:
     """Reads the utterances of a table: JSON lines, CSV or TSV.
 
@@ -98,7 +95,6 @@ def named_manifests(folder: Path, split: str) -> list[Path]:
 
 
 def _find_manifest(path: Path, split: str | None) -> Path:
-    """Finds the manifest of a path and a split."""
     if path.is_file():
         if split is not None:
             raise ValueError(f"split must be None for a manifest file, got {split!r} for {path}: give its folder.")
@@ -184,10 +180,7 @@ def find_shards(path: Path, split: str | None) -> list[Path]:
 
 
 def read_shards(
-    shards: Sequence[Path],
-    root: Path,
-    skipped: Skipped | None = None,
-    transcripts: bool = True,
+    shards: Sequence[Path], root: Path, skipped: Skipped | None = None, transcripts: bool = True
 ) -> list[Utterance]:
     """Reads the utterances of tar files, with the places of their audio, which stays where it is.
 
@@ -269,7 +262,6 @@ def _samples(shard: Path) -> dict[str, _Sample]:
 
 
 def _add(samples: dict[str, _Sample], member: tarfile.TarInfo, shard: Path, archive: tarfile.TarFile) -> None:
-    """Adds a member to the sample of its key."""
     folder, slash, base = member.name.removeprefix("./").rpartition("/")
     stem, _, ending = base.partition(".")
     ending = f".{ending.lower()}"

@@ -79,7 +79,6 @@ def make_processor(
 def _new_tokenizer(
     data: SpeechDataArguments, utterances: Sequence[Utterance], lexicon: Pronunciations | None
 ) -> ConformerTokenizer:
-    """Makes a tokenizer of the phonemes of the lexicon, or one of the transcripts."""
     if lexicon is not None:
         return lexicon.tokenizer()
     return train_tokenizer((u.text for u in utterances), data.tokenizer_type, data.vocab_size)
@@ -99,7 +98,6 @@ def _checkpoint_type(arguments: SpeechModelArguments) -> str | None:
 
 
 def _has_new_head(arguments: SpeechModelArguments) -> bool:
-    """Tells whether CTC gets the encoder of a Whisper and a new head."""
     return _checkpoint_type(arguments) == WHISPER and architecture_of(arguments) == "ctc"
 
 

@@ -51,10 +51,6 @@ class Objective:
             self.module = TaughtModel(model, self.teacher.width, HIDDEN_WEIGHT)
             self.extractor, self.win_length = self.teacher.extractor, processor.feature_extractor.win_length
 
-    def own_parameters(self) -> list[nn.Parameter]:
-        """Lists the parameters that the model does not have."""
-        return [] if self.teacher is None else list(self.module.projection.parameters())
-
     def model_in(self, module: Any) -> Any:
         """Gives the model in `module` or in a copy of it, without what the teacher needs."""
         return module if self.teacher is None else module.student
@@ -64,16 +60,14 @@ class Objective:
         chunks = draw_chunks(self.probability, self.sizes)
         extra: dict[str, Any] = {} if chunks is None else {"chunks": chunks}
         if self.teacher is None:
-            loss: Tensor = prepared(**batch, **extra).loss
-            return loss
+            return prepared(**batch, **extra).loss
         inputs, features, mask = split(batch)
         model = self.model_in(self.accelerator.unwrap_model(prepared))
         frames = model.subsampled_lengths(inputs["input_features"].shape[1])
         places = frame_places(model.config, frames, self.win_length)
         with self.accelerator.autocast():
             goal = self.teacher.states(features, mask, places.to(features.device))
-        found: Tensor = prepared(goal, **inputs, **extra)
-        return found
+        return prepared(goal, **inputs, **extra)
 
 
 def draw_chunks(probability: float, sizes: tuple[int, int]) -> Chunks | None:
@@ -84,7 +78,6 @@ def draw_chunks(probability: float, sizes: tuple[int, int]) -> Chunks | None:
 
 
 def _chunk_sizes(model: Any, processor: Any) -> tuple[int, int]:
-    """Gives the least and the greatest number of frames of a chunk."""
     if processor.feature_extractor.normalize != "none":
         raise ValueError(
             "chunks cannot wait for the whole utterance, as the features of this model do: train a new model with "
@@ -157,8 +150,7 @@ class TaughtModel(nn.Module):
         hidden = found.hidden_states[-1] if "hidden_states" in found else found.last_hidden_state
         lengths = self.student.subsampled_lengths(batch["attention_mask"].sum(1))
         real = torch.arange(hidden.shape[1], device=hidden.device) < lengths[:, None]
-        loss: Tensor = found.loss + self.weight * unexplained(self.projection(hidden)[real], goal[real])
-        return loss
+        return found.loss + self.weight * unexplained(self.projection(hidden)[real], goal[real])
 
 
 def unexplained(found: Tensor, goal: Tensor) -> Tensor:

@@ -12,10 +12,8 @@ from typing import Any, TypeVar
 from favor.train.speech.data import Skipped, Utterance, read_audio
 
 FILE = "checked.jsonl"
-# Records that are decoded before they are written.
-CHUNK = 64
-# Seconds by which a length that the source gives may be wrong.
-TOLERANCE = 0.1
+CHUNK = 64  # records that are decoded before they are written
+TOLERANCE = 0.1  # seconds by which a length that the source gives may be wrong
 
 Record = dict[str, Any]
 T = TypeVar("T")
@@ -49,11 +47,15 @@ def prepare(
             another rate or is damaged.
     """
     skipped = Skipped() if skipped is None else skipped
-    _check_ids(utterances)
+    seen: set[str] = set()
+    for utterance in utterances:
+        if utterance.id in seen:
+            raise ValueError(f"utterance ids must differ, {utterance.id} comes twice: {utterance.place}.")
+        seen.add(utterance.id)
     total, settings = len(utterances) + len(skipped), {"sampling_rate": sampling_rate}
     path = None if folder is None else Path(folder) / FILE
     known = {} if path is None else {record["id"]: record for record in read_records(path, settings, _known)}
-    todo = [utterance for utterance in utterances if not _holds(known.get(utterance.id, {}), utterance)]
+    todo = [one for one in utterances if not _identity(one).items() <= known.get(one.id, {}).items()]
     new = {utterance.id for utterance in todo}
     found = {utterance.id: known[utterance.id] for utterance in utterances if utterance.id not in new}
 
@@ -87,15 +89,6 @@ def _known(id: str, **others: Any) -> Record:
     return {"id": id, **others}
 
 
-def _check_ids(utterances: Sequence[Utterance]) -> None:
-    """Raises ValueError for an id that comes twice."""
-    seen: set[str] = set()
-    for utterance in utterances:
-        if utterance.id in seen:
-            raise ValueError(f"utterance ids must differ, {utterance.id} comes twice: {utterance.place}.")
-        seen.add(utterance.id)
-
-
 def _identity(utterance: Utterance) -> Record:
     """Identifies an utterance and the state of its audio file; members of tar files know their size."""
     size = getattr(utterance.audio, "size", None)
@@ -106,11 +99,6 @@ def _identity(utterance: Utterance) -> Record:
         except OSError:  # not there, or no possible name
             size = -1
     return {"id": utterance.id, "place": utterance.place, "size": size}
-
-
-def _holds(record: Record, utterance: Utterance) -> bool:
-    """Tells whether a record belongs to this utterance and the present state of its file."""
-    return all(record.get(key) == value for key, value in _identity(utterance).items())
 
 
 def _check(utterance: Utterance, sampling_rate: int) -> Record:

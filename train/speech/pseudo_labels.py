@@ -28,8 +28,7 @@ from favor.train.speech.transcribe import best_of, search
 
 PART, PARTS = "labels.part-{}.jsonl", "labels*.jsonl"
 IDENTITY = ("*.safetensors", "*config.json", "tokenizer.json")
-# Residuals of a fit below this, relative to the values, are rounding alone.
-ROUNDING = 1e-9
+ROUNDING = 1e-9  # residuals of a fit below this, relative to the values, are rounding alone
 
 
 @dataclass(frozen=True)
@@ -264,10 +263,8 @@ def select(
     dropped = {one.id: reason for one in labels if (reason := _unusable(one, max_seconds, lexicon))}
     usable = [one for one in labels if one.id not in dropped]
     if usable:
-        texts = [one.text if lexicon is None else lexicon.write(one.text) for one in usable]
-        utterances = [
-            Utterance(one.id, text, Path(one.audio), one.seconds) for one, text in zip(usable, texts, strict=True)
-        ]
+        write = str if lexicon is None else lexicon.write
+        utterances = [Utterance(one.id, write(one.text), Path(one.audio), one.seconds) for one in usable]
         fitting = {u.id for u in check_lengths(utterances, processor, Skipped(1.0), ctc=ctc, fastest=fastest)}
         dropped |= {one.id: "more tokens than frames" for one in usable if one.id not in fitting}
         usable = [one for one in usable if one.id in fitting]

@@ -100,7 +100,11 @@ def read_librispeech(folder: str | Path, split: str, skipped: Skipped | None = N
     found: list[Utterance] = []
     before = len(skipped)
     for chapter in sorted(path for path in (root / split).glob("*/*") if path.is_dir()):
-        audio, texts = _audio_files(chapter, skipped), _transcripts(chapter)
+        audio: dict[str, Path] = {}
+        for path in sorted(chapter.iterdir()):
+            if path.suffix.lower() in AUDIO and audio.setdefault(path.stem, path) != path:
+                skipped.add(f"{path.stem} ({path})", f"has the id of another file, {audio[path.stem].name}")
+        texts = _transcripts(chapter)
         for name in sorted(audio.keys() | texts.keys()):
             if name not in audio:
                 skipped.add(f"{name} ({chapter})", f"has a transcript, but no {', '.join(AUDIO)} file")
@@ -142,24 +146,12 @@ def _root(folder: Path) -> Path:
     return inner if inner.is_dir() else folder
 
 
-def _audio_files(chapter: Path, skipped: Skipped) -> dict[str, Path]:
-    """Finds audio files by utterance id."""
-    audio: dict[str, Path] = {}
-    for path in sorted(chapter.iterdir()):
-        if path.suffix.lower() in AUDIO and audio.setdefault(path.stem, path) != path:
-            skipped.add(f"{path.stem} ({path})", f"has the id of another file, {audio[path.stem].name}")
-    return audio
-
-
 def _transcripts(chapter: Path) -> dict[str, str]:
-    """Reads texts by utterance id."""
     texts: dict[str, str] = {}
     for path in sorted(chapter.glob("*.trans.txt")):
         with open_lines(path) as lines:
-            for line in lines:
-                name, _, text = line.strip().partition(" ")
-                if name:
-                    texts[name] = text
+            parts = (line.strip().partition(" ") for line in lines)
+            texts |= {name: text for name, _, text in parts if name}
     return texts
 
 

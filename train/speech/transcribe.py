@@ -28,11 +28,7 @@ _MOST_TOKENS = 224  # of a transcript of a Whisper, as in OpenAI's program
 
 @torch.no_grad()
 def search(
-    model: Any,
-    batch: dict[str, Any],
-    beam_size: int,
-    chunks: Chunks | None = None,
-    scorer: Scorer | None = None,
+    model: Any, batch: dict[str, Any], beam_size: int, chunks: Chunks | None = None, scorer: Scorer | None = None
 ) -> list[list[Hypothesis]]:
     """Runs a beam search; returns the hypotheses of each utterance, the most probable first.
 
@@ -111,8 +107,7 @@ def say(model: WhisperForConditionalGeneration, features: Tensor, tokenizer: Any
     """Transcribes features `[B, F, T]` greedily."""
     most = min(_MOST_TOKENS, model.config.max_target_positions - 4)
     ids = model.generate(features, max_new_tokens=most, do_sample=False, num_beams=1)
-    texts: list[str] = tokenizer.batch_decode(ids, skip_special_tokens=True)
-    return texts
+    return tokenizer.batch_decode(ids, skip_special_tokens=True)
 
 
 def normalizer(model: WhisperForConditionalGeneration, tokenizer: Any) -> Callable[[str], str]:

@@ -16,8 +16,7 @@ if TYPE_CHECKING:
     from favor.train.distill import DistillArguments
 
 IGNORED = -100  # the label of a token that is not predicted
-# Samples that are not learned from, on which the error is measured.
-HELD_OUT_SAMPLES = 8
+HELD_OUT_SAMPLES = 8  # samples that are not learned from, on which the error is measured
 
 
 class Texts:

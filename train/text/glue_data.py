@@ -220,14 +220,16 @@ def load_glue(name: str, data_dir: str | Path | None = None, *, train: bool = Tr
     files = {split: _find_file(folder, split.replace("validation", "dev")) for split in (*first, *task.eval_splits)}
     for split in (*first, task.eval_splits[0]):
         if files[split] is None:
-            raise _missing_file(folder, split.replace("validation", "dev"))
+            stem = split.replace("validation", "dev")
+            names = ", ".join(f"{stem}{ending}" for ending in (".tsv", ".tsv.gz", ".sub*.tsv", ".sub*.tsv.gz"))
+            found = ", ".join(sorted(path.name for path in folder.iterdir())) or "nothing"
+            raise ValueError(f"expected one of {names} in {folder}, which holds {found}")
     splits = {split: _read_tsv(task, path) for split, path in files.items() if path is not None}
     sources = {split: f"{task.folder}/{path.name}" for split, path in files.items() if path is not None}
     return GlueData(task, splits.pop("train", Dataset.from_dict({})), splits, sources)
 
 
 def _load_from_hub(task: Task) -> GlueData:
-    """Loads the task's splits from `nyu-mll/glue`, downloaded or from the cache of an earlier download."""
     try:
         hub = load_dataset(HUB_ID, task.name)
     except OSError as error:
@@ -261,15 +263,7 @@ def _find_file(folder: Path, stem: str) -> Path | None:
     return samples[0] if samples else None
 
 
-def _missing_file(folder: Path, stem: str) -> ValueError:
-    """Makes the error for a missing file; it lists the names that were expected."""
-    names = ", ".join(f"{stem}{ending}" for ending in (".tsv", ".tsv.gz", ".sub*.tsv", ".sub*.tsv.gz"))
-    found = ", ".join(sorted(path.name for path in folder.iterdir())) or "nothing"
-    return ValueError(f"expected one of {names} in {folder}, which holds {found}")
-
-
 def _read_tsv(task: Task, path: Path) -> Dataset:
-    """Reads one TSV file as a dataset with the task's hub columns."""
     rows = _numbered_rows(path)
     header = task.headerless or next(rows, (1, ("nothing",)))[1]
     wanted = [*(task.tsv_sentences or task.sentences), task.tsv_label]
@@ -295,9 +289,7 @@ def _read_tsv(task: Task, path: Path) -> Dataset:
 
 
 def _numbered_rows(path: Path) -> Iterator[tuple[int, Sequence[str]]]:
-    """Yields line numbers, from 1, and fields, without a byte-order mark, Windows line ends and blank lines at the
-    end.
-    """
+    """Yields line numbers, from 1, and fields; no byte-order mark, no Windows line ends, no blank lines at the end."""
     blank: list[int] = []
     try:
         # newline="\n": sentences contain other characters that Python would take for line ends.

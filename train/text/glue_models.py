@@ -161,11 +161,7 @@ def load_model(arguments: ModelArguments, task: Task, seed: int, say: Callable[[
 
 
 def load_teacher(
-    arguments: TeacherArguments,
-    given: ModelArguments,
-    student: PreTrainedModel,
-    task: Task,
-    say: Callable[[str], Any],
+    arguments: TeacherArguments, given: ModelArguments, student: PreTrainedModel, task: Task, say: Callable[[str], Any]
 ) -> Teacher:
     """Loads the teacher, with exact attention, as carefully as the student; its labels are ordered as the student's.
 

@@ -63,8 +63,7 @@ def is_constant(predictions: np.ndarray) -> bool:
 
 def summarise(per_seed: Sequence[dict[str, Any]]) -> tuple[dict[str, float], dict[str, float | None]]:
     """Computes mean and sample standard deviation of each metric over the seeds; None for the deviation of one seed."""
-    names = per_seed[0]["metrics"]
-    values = {name: [run["metrics"][name] for run in per_seed] for name in names}
+    values = {name: [run["metrics"][name] for run in per_seed] for name in per_seed[0]["metrics"]}
     mean = {name: statistics.fmean(scores) for name, scores in values.items()}
     std = {name: statistics.stdev(scores) if len(scores) > 1 else None for name, scores in values.items()}
     return mean, std

@@ -141,9 +141,8 @@ def make_loaders(
         held_out = samples(text.validation_file, tokenizer, text.max_length, text.max_eval_samples)
     data = objective.samples(ids, tokenizer, seed)
     fixed = objective.samples(held_out, tokenizer, 0)
-    sampler = VisitSampler(len(ids), seed)
     return (
-        DataLoader(data, train.per_device_train_batch_size, sampler=sampler),
+        DataLoader(data, train.per_device_train_batch_size, sampler=VisitSampler(len(ids), seed)),
         DataLoader(fixed, train.per_device_eval_batch_size),
     )
 

@@ -57,7 +57,6 @@ def check_text(path: str | Path) -> None:
 
 @contextmanager
 def _text_of(path: Path) -> Iterator[Any]:
-    """Opens a text file; raises ValueError if it is missing or cannot be read."""
     if not path.is_file():
         raise ValueError(f"expected a text file, got {path}, which is {'a folder' if path.is_dir() else 'not there'}")
     try:

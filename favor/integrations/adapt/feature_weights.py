@@ -60,10 +60,8 @@ class Sample:
             x = x[:, seen.query_padding[number]]
         if min(x.shape[1], y.shape[1]) == 0:
             return None
-        step = max(1.0, x.shape[1] / ROWS)
-        rows = (torch.arange(min(x.shape[1], ROWS)) * step).long()
-        # Queries are those of the last tokens.
-        places = rows + y.shape[1] - x.shape[1]
+        rows = (torch.arange(min(x.shape[1], ROWS)) * max(1.0, x.shape[1] / ROWS)).long()
+        places = rows + y.shape[1] - x.shape[1]  # queries are those of the last tokens
         x = x[:, rows.to(x.device)].unflatten(0, (y.shape[0], -1))
         x, y = ((seen.scale**0.5 * part.float()).cpu() for part in (x, y))
         return cls(x, y, places, window if seen.is_self_attention else 0, seen.is_causal)
@@ -220,8 +218,7 @@ class LayerFit:
         scaled = []
         for own in estimates:
             z = own.matrix().sum(-1, keepdim=True)
-            # A row whose sum underflows says nothing.
-            share = torch.where(z > UNDERFLOW, 1 / z, 0.0)
+            share = torch.where(z > UNDERFLOW, 1 / z, 0.0)  # a row whose sum underflows says nothing
             scaled.append(replace(own, query=own.query * share, near=None if own.near is None else own.near * share))
         mass = torch.stack([self._mass(own) for own in scaled]).sum(0)  # of every component, [Hk, M (+ 1)]
         divisor = mass.clamp(min=torch.finfo(mass.dtype).tiny)

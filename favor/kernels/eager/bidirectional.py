@@ -112,7 +112,6 @@ def _prepared(sequence: Sequence) -> Iterator[Sequence]:
 
 
 def _fused_read(operands: Operands, log_weight: Tensor, summary: Tensor) -> Tensor:
-    """Computes the output `[B, H, L, d]`."""
     query, directions, groups = operands.query, operands.query_directions, operands.groups
     if groups > 1:
         per_key_head = (directions, summary, log_weight)
@@ -121,7 +120,6 @@ def _fused_read(operands: Operands, log_weight: Tensor, summary: Tensor) -> Tens
 
 
 def _read(inputs: Inputs, log_weight: Tensor, summary: Tensor, out: Tensor) -> None:
-    """Writes the output."""
     project, buffer = inputs.query_directions.transpose(1, 2), Buffer(summary)
     for start, stop in inputs.blocks(inputs.heads * inputs.groups, inputs.query.shape[2], SMALLEST_BLOCK // 2):
         weights = buffer.product(inputs.queries(inputs.query, start, stop), project).add_(log_weight)

@@ -19,8 +19,7 @@ from favor.kernels.operands import Geometry, Operands, Sequence, sequences
 # Numbers in the logits of the blocks that are worked on together. The fused kernel holds no logits, only summaries of
 # every block, copies of rows and masks, which are smaller; and it is slower with less work at a time.
 SPAN, FUSED_SPAN = 2**20, 2**22
-# Blocks whose tops differ by less, for every feature, are brought to one scale without loss.
-WIDEST = 72.0
+WIDEST = 72.0  # blocks whose tops differ by less, for every feature, are brought to one scale without loss
 _TOGETHER = 16
 
 

@@ -188,7 +188,6 @@ def _backward_queries(inputs: Inputs, saved: tuple[Tensor, ...], grads: Gradient
 def _backward_keys(
     inputs: Inputs, saved: tuple[Tensor, ...], anchors: list[tuple[int, int, Tensor]], grads: Gradients
 ) -> None:
-    """Writes the gradients of keys, values and key biases."""
     prefix = inputs.prefix
     memory = [Buffer(inputs.key_directions) for _ in range(4)]
     # What later queries send back: sums of their weights, at the anchor of the chunk, times gradient and times delta.

@@ -183,8 +183,7 @@ def fused_attention(
         scale: factor of the products.
         is_causal: query i sees keys 0 ... i.
     """
-    # The kernel is twice as slow with a bias that has gaps.
-    mask = None if bias is None else bias.contiguous()
+    mask = None if bias is None else bias.contiguous()  # the kernel is twice as slow with a bias that has gaps
     return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         query, key, value, 0.0, is_causal, attn_mask=mask, scale=scale
     )

@@ -77,7 +77,6 @@ def _own(result: Result, blocks: Blocks) -> Result:
 
 
 def _states(blocks: Blocks, buffer: Buffer) -> States:
-    """Computes sums over the keys of every block."""
     inputs = blocks.inputs
     states, project = States.uninitialised(inputs, blocks.number), inputs.key_directions.transpose(1, 2)
     for span in blocks.spans():
@@ -139,7 +138,6 @@ def _fused_read(blocks: Blocks, weight: Tensor, summary: Tensor, span: Span) -> 
 
 
 def _near(blocks: Blocks, span: Span, rows: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-    """Computes attention of queries to the keys of their block."""
     scale, is_causal = blocks.geometry.scale, blocks.geometry.is_causal
     if is_causal and blocks.inputs.hidden is None and blocks.inputs.groups == 1 and not span.skipped:
         return fused_attention(rows, keys, values, scale=scale, is_causal=True)
