@@ -50,7 +50,7 @@ def parse_arguments(words: Sequence[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     add("--lengths", nargs="+", type=int, default=[4096, 16384, 65536], help="tokens of the whole sequence")
     add("--processes", nargs="+", type=int, default=[1, 2, 4], help="numbers of processes")
-    add("--methods", nargs="+", choices=METHODS, default=list(METHODS), help="what to measure", metavar="METHOD")
+    add("--methods", nargs="+", choices=METHODS, default=list(METHODS), help="methods to measure", metavar="METHOD")
     add_results(parser, "speed_parallel")
     given = parser.parse_args(words)
     if min(given.processes) < 1 or any(length % number for length in given.lengths for number in given.processes):

@@ -119,7 +119,7 @@ def favor_attention_forward(
         kwargs |= {"scaling": scaling, "dropout": dropout, "is_causal": is_causal}
         attend = partial(favor_attention_forward, backend, module)
         return with_whole_sequences(attend, module, (query, key, value), attention_mask, kwargs), None
-    relative = relative_of(module, kwargs.pop("position_bias", None))
+    relative = None if (bias := kwargs.pop("position_bias", None)) is None else relative_of(module, bias)
     refuse(kwargs, module)
     lengths = [kwargs.get(name) for name in _LENGTHS]
     packed = lengths[0] is not None or lengths[1] is not None

@@ -13,7 +13,7 @@ def test_the_loss_with_all_keys_is_the_exact_one(ran, sized, tmp_path):
         with lzma.open(tmp_path / f"novels_{name}.txt.xz", "wt") as stream:
             stream.write("".join(f"{number} boats sail to the island. " for number in range(60)))
     sizes = {"d_model": 16, "d_kv": 8, "num_heads": 2, "d_ff": 16, "num_layers": 1, "num_decoder_layers": 1}
-    sized(spans, SHAPE={**spans.SHAPE, **sizes}, STAGES=((64, 2, 2), (128, 1, 1)))
+    sized(spans, SHAPE={**spans.SHAPE, **sizes}, STAGES=((64, 2, 2, 0.5), (128, 1, 1, 0.15)))
     sized(text, WANTED_LENGTH=600, SAMPLES={600: 2})
     with registered():
         content, page = ran(text, "--task", "loss", "--data_dir", tmp_path, "--lengths", 600, "--threads", 1)
