@@ -178,7 +178,7 @@ def compare_rows(rank, mesh, folder):
         for kind, found in {"FSDP": state, "DDP": copied.state_dict()}.items():
             for key, wanted in torch.load(folder / f"{name}.pt").items():
                 error = (found[key] - wanted).abs().max().item()
-                if not error < 1e-5:
+                if not error < 3e-5:
                     wrong[f"{kind}: {name} {key}"] = error
     assert not wrong, wrong
 
@@ -209,4 +209,4 @@ def test_two_processes_are_one(tmp_path):
         dcp.load(state, checkpoint_id=tmp_path / f"{name} in parts")
         set_model_state_dict(fresh, state)
         for found in (again, fresh):
-            torch.testing.assert_close(found(**batch).logits, model(**batch).logits, rtol=1e-5, atol=1e-5)
+            torch.testing.assert_close(found(**batch).logits, model(**batch).logits, rtol=1e-3, atol=3e-4)
