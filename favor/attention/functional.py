@@ -245,7 +245,7 @@ def favor_attention(
 
         with _without_autocast(query):
             return relative_attention(family, query, key, value, call)
-    given, length, compaction = query.dtype, query.shape[2], None
+    given = query.dtype
     promoted = torch.promote_types(torch.promote_types(query.dtype, key.dtype), value.dtype)
     query, key, value = query.to(promoted), key.to(promoted), value.to(promoted)
     query = call.finite_padding(query, key.shape[2])
@@ -254,6 +254,14 @@ def favor_attention(
 
         with _without_autocast(query):
             return parallel_attention(family, query, key, value, call, SEQUENCE_GROUPS[-1]).to(given)
+    return whole_attention(attend, family, query, key, value, call).to(given)
+
+
+def whole_attention(
+    attend: Callable[..., Tensor], family: Family, query: Tensor, key: Tensor, value: Tensor, call: AttentionCall
+) -> Tensor:
+    """Computes attention of whole sequences by the method `attend` of a family, wherever their padding is."""
+    length, compaction = query.shape[2], None
     if call.key_mask is not None and call.window:  # blocks begin with the first real token, wherever the padding is
         compaction = Compaction.of(call.key_mask)
     if compaction is not None:
@@ -268,11 +276,11 @@ def favor_attention(
     with _without_autocast(query):
         out = attend(family, query, key, value, call)
     if compaction is not None:
-        if is_causal:
+        if call.is_causal:
             # Padding was moved behind tokens that came after it, and would see them.
             out = out.masked_fill(~compaction.mask[:, None, :, None], 0.0)
         out = compaction.back(out, length)
-    return out.to(given)
+    return out
 
 
 def _without_autocast(query: Tensor) -> AbstractContextManager[Any]:

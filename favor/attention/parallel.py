@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from favor.attention.functional import HEAD_GROUPS, SEQUENCE_GROUPS, AttentionCall
+from favor.attention.functional import HEAD_GROUPS, SEQUENCE_GROUPS, AttentionCall, whole_attention
 from favor.attention.linear import key_bias, moments_of, prepared, query_bias
 from favor.features import Moments, PositiveFeatures
 from favor.kernels.operands import Operands
@@ -186,7 +186,20 @@ def _by_heads(family: Family, query: Tensor, key: Tensor, value: Tensor, call: A
     masks = (None if mask is None else gathered_mask(mask, group) for mask in (call.key_mask, call.query_mask))
     call = replace(call, **dict[str, Any](zip(("key_mask", "query_mask"), masks, strict=True)))
     query, key, value = (exchanged(tensor, group) for tensor in (query, key, value))
-    return exchanged(attend(family, query, key, value, call).transpose(1, 2), group).transpose(1, 2)
+    out = whole_attention(attend, family, query, key, value, call)
+    return exchanged(out.transpose(1, 2), group).transpose(1, 2)
+
+
+def _check_padding(call: AttentionCall, group: Any) -> None:
+    """Raises ValueError for padding that is not at the end, where blocks of tokens begin with each piece."""
+    if call.key_mask is None:
+        return
+    real = gathered_mask(call.key_mask, group)
+    if bool((real[:, 1:] & ~real[:, :-1]).any()):
+        raise ValueError(
+            "inside sequence_parallel windows, and landmarks whose key heads the processes do not divide, take padding "
+            "at the end of sequences alone. Pad there, or take heads=True and processes that divide the key heads."
+        )
 
 
 def _by_keys(query: Tensor, key: Tensor, value: Tensor, call: AttentionCall, group: Any) -> Tensor:
@@ -200,6 +213,7 @@ def _by_keys(query: Tensor, key: Tensor, value: Tensor, call: AttentionCall, gro
             f"inside sequence_parallel landmarks need pieces of a multiple of {causal.BLOCK} tokens; this one has "
             f"{length}."
         )
+    _check_padding(call, group)
     given, (query, key, value) = query.dtype, ready(query, key, value, call)
     every, number = query[:, :, :: causal.STEP], causal.BLOCK // causal.STEP
     key, value, samples = (gathered(own, group).movedim(0, 2).flatten(2, 3) for own in (key, value, every))
@@ -216,6 +230,8 @@ def _by_features(
             f"inside sequence_parallel windows end where pieces do: take pieces of a multiple of window={call.window} "
             f"tokens; this one has {key.shape[2]}."
         )
+    if call.window:
+        _check_padding(call, group)
     with torch.no_grad():
         call = _with_parameters(family, query, key, call, group)
     parameters, to_query, to_key, offset = prepared(family, query, key, value, call)

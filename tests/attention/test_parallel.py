@@ -14,26 +14,29 @@ from favor.kernels.operands import Operands
 from favor.kernels.ops import attention_and_normaliser
 
 LENGTH, PIECES = 256, 4
-# Features, key heads for four heads, whether causal, padded (whole pieces in one row), and further options.
+# Features, key heads for four heads, whether causal, padding (whole pieces in one row), and further options.
+END, START = slice(150, None), slice(100)
 CASES = [
-    ("pos", 2, False, True, {}),
-    ("pos", 2, True, False, {}),
-    ("pos", 2, False, True, {"window": 32}),
-    ("pos", 2, True, True, {"window": 64}),
-    ("sderf", 2, False, True, {}),
-    ("landmark", 2, True, True, {"selected_keys": 16}),
-    ("landmark", 4, True, True, {"selected_keys": 16}),
-    ("landmark", 4, False, True, {"selected_keys": 16}),
+    ("pos", 2, False, END, {}),
+    ("pos", 2, True, None, {}),
+    ("pos", 2, False, END, {"window": 32}),
+    ("pos", 2, True, END, {"window": 64}),
+    ("sderf", 2, False, END, {}),
+    ("landmark", 2, True, END, {"selected_keys": 16}),
+    ("landmark", 4, True, END, {"selected_keys": 16}),
+    ("landmark", 4, False, END, {"selected_keys": 16}),
+    ("landmark", 4, True, START, {"selected_keys": 16}),
+    ("landmark", 4, False, START, {"selected_keys": 16}),
 ]
 
 
 def inputs_of(case):
-    features, key_heads, is_causal, padded, options = case
+    features, key_heads, is_causal, padding, options = case
     generator = torch.Generator().manual_seed(0)
     tensors = [torch.randn(2, heads, LENGTH, 8, generator=generator) for heads in (4, key_heads, key_heads, 4)]
     mask = torch.ones(2, LENGTH, dtype=torch.bool)
-    if padded:
-        mask[0, 150:] = False
+    if padding is not None:
+        mask[0, padding] = False
     return tensors, mask, {"features": features, "is_causal": is_causal, "num_features": 16, **options}
 
 
@@ -106,6 +109,9 @@ def in_pieces(rank, address):
         query = torch.randn(1, 2, 8, 4)
         with pytest.raises(ValueError, match="there are 2 for 4 processes"):
             favor.favor_attention(query, query, query, features="landmark")
+        for case in (("landmark", 2, True, START, {"selected_keys": 16}), ("pos", 2, False, START, {"window": 32})):
+            with pytest.raises(ValueError, match="take padding at the end of sequences alone"):
+                attend(case, some)
     assert (found - wanted).abs().max() < 1e-4
     in_two_ways(ids)
     dist.destroy_process_group()

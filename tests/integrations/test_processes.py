@@ -93,7 +93,7 @@ def compare_heads(rank, group):
         dist.all_reduce(gradients)
         errors = [(found - wanted[:, some]).abs().max() / wanted.abs().max()]
         errors.append((gradients - wanted_gradients).abs().max() / wanted_gradients.abs().max())
-        if not max(errors) < 5e-5:  # rounding, which large weights amplify, is up to 2e-5
+        if not (errors[0] < 1e-5 and errors[1] < 5e-5):  # large weights amplify rounding of gradients, up to 2e-5
             wrong[name] = errors
     assert not wrong, wrong
 
@@ -208,5 +208,6 @@ def test_two_processes_are_one(tmp_path):
         state = get_model_state_dict(fresh)
         dcp.load(state, checkpoint_id=tmp_path / f"{name} in parts")
         set_model_state_dict(fresh, state)
+        assert torch.equal(again(**batch).logits, fresh(**batch).logits)  # of both files the same weights
         for found in (again, fresh):
             torch.testing.assert_close(found(**batch).logits, model(**batch).logits, rtol=1e-3, atol=3e-4)
