@@ -23,11 +23,13 @@ from accelerate import Accelerator
 from accelerate.utils import broadcast, gather_object
 from transformers import WhisperForConditionalGeneration
 
+from favor.models.conformer.modeling_conformer import ConformerPreTrainedModel
 from favor.models.speech import Pronunciations
 from favor.models.whisper_ctc import WhisperForCTC
 from favor.train.common import checkpoint, loop
 from favor.train.common.arguments import DEFAULT_SEED
 from favor.train.common.lock import releases_locks
+from favor.train.common.pieces import Pieces, check_attention
 from favor.train.common.pretrained import adamw_groups
 from favor.train.common.program import describe, load_line, of_program, of_training, program
 from favor.train.speech.arguments import HUB, Arguments, SpeechTrainArguments
@@ -143,6 +145,14 @@ def _parameter_groups(model: Any, train: SpeechTrainArguments) -> list[dict[str,
     return groups + adamw_groups(parts[False], train.weight_decay)
 
 
+def make_pieces(accelerator: Accelerator, model: Any, size: int) -> Pieces:
+    """Makes the groups of processes that cut recordings; raises ValueError for a model that takes no pieces."""
+    if size > 1 and not isinstance(model, ConformerPreTrainedModel):
+        raise ValueError(f"sequence_parallel {size} is for Conformers; a Whisper hears half a minute: leave it out")
+    check_attention(model, size)
+    return Pieces(accelerator, size)
+
+
 def _train_model(
     arguments: Arguments, speech: Speech, acoustics: Acoustics | None, lexicon: Pronunciations | None
 ) -> dict[str, Any]:
@@ -152,6 +162,7 @@ def _train_model(
     accelerator = loop.make_accelerator(train)
     processor = make_processor(arguments, speech.train, lexicon)
     model = make_model(arguments, processor, seed)
+    pieces = make_pieces(accelerator, model, train.sequence_parallel)
     objective = Objective(accelerator, train, model, processor)
     utterances, evaluation, reports = _usable(arguments, speech, model, processor)
     for name, skipped in reports.items():
@@ -164,14 +175,15 @@ def _train_model(
     if objective.teacher is not None:
         groups += adamw_groups(objective.module.projection.parameters(), train.weight_decay)
     optimizer = torch.optim.AdamW(groups, lr=train.learning_rate, betas=(0.9, 0.98), fused=True)
-    prepared = accelerator.prepare(objective.module, optimizer, train_loader)
-    eval_loaders = {split: accelerator.prepare(loader) for split, loader in eval_loaders.items()}
+    prepared = (*accelerator.prepare(objective.module, optimizer), pieces.prepare(train_loader))
+    eval_loaders = {split: pieces.prepare(loader) for split, loader in eval_loaders.items()}
     clipped = list(accelerator.unwrap_model(prepared[0]).parameters())
-    run = loop.start(accelerator, prepared, train, seed, folder, clipped, train.ema_decay)
+    run = loop.start(accelerator, prepared, train, seed, folder, clipped, train.ema_decay, pieces)
     run.loss, progress, final = objective, run.progress, objective.model_in(run.trained)
     with loop.stoppable(run):
         for epoch in loop.epochs(run):
-            metrics = _evaluate(final, eval_loaders, evaluation, processor.tokenizer, lexicon)
+            with pieces.attention():
+                metrics = _evaluate(final, eval_loaders, evaluation, processor.tokenizer, lexicon)
             entry = {"epoch": epoch, "step": progress.step, "metrics": metrics}
             progress.history.append(entry | {"train_loss": statistics.fmean(progress.losses)})
             accelerator.print(f"\nepoch {epoch}, step {progress.step}: {describe(metrics)}")

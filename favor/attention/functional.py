@@ -26,6 +26,11 @@ SEQUENCE_GROUPS: list[Any] = []
 HEAD_GROUPS: list[Any] = []
 
 
+def sequence_group() -> Any:
+    """Gives the innermost group of processes that share sequences, in either way; None if there is none."""
+    return (SEQUENCE_GROUPS or HEAD_GROUPS or [None])[-1]
+
+
 def method(kind: type[Family]) -> Callable[[Callable[..., Tensor]], Callable[..., Tensor]]:
     """Makes a function `attend(family, query, key, value, call)` compute attention by a kind of family; a decorator."""
 

@@ -16,11 +16,13 @@ from transformers.models.lasr.modeling_lasr import (
 )
 
 from favor import registry
+from favor.attention.functional import sequence_group
 from favor.integrations.layer import layer_options
 from favor.kernels import StreamState
 from favor.models.conformer.chunks import Chunks
 from favor.models.conformer.configuration_conformer import ConformerConfig
 from favor.models.conformer.encoder_state import AttentionState, BlockState, KeyValues
+from favor.models.conformer.pieces import with_neighbours
 from favor.models.speech.encoder import PaddedBatchNorm
 
 
@@ -48,7 +50,9 @@ class ConformerConvolution(LasrEncoderConvolutionModule):
         hidden_states = functional.glu(self.pointwise_conv1(hidden_states.transpose(1, 2)), dim=1)
         if real is not None:
             hidden_states = hidden_states.masked_fill(~real.unsqueeze(1), 0.0)
-        if state is None:
+        if state is None and (group := sequence_group()) is not None:
+            hidden_states = with_neighbours(hidden_states, self.left, self.right, group)
+        elif state is None:
             hidden_states = functional.pad(hidden_states, (self.left, self.right if chunks is None else 0))
         else:
             hidden_states = torch.cat((state.convolution, hidden_states), dim=-1)

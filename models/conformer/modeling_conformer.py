@@ -19,6 +19,7 @@ from transformers.utils.output_capturing import capture_outputs
 from favor.models.conformer.chunks import EXACT, Chunks, check_chunks
 from favor.models.conformer.configuration_conformer import TRANSDUCER, ConformerConfig, subsampled_frames
 from favor.models.conformer.encoder_layers import ConformerAttention, ConformerBlock
+from favor.models.conformer.pieces import FramePieces
 from favor.models.conformer.streaming import ConformerStream, TranscriptStream
 from favor.models.speech.encoder import Count, EncoderOutput, check_features, right_padded
 from favor.models.speech.spans import EndpointRules
@@ -112,13 +113,19 @@ class ConformerModel(ConformerPreTrainedModel):
 
         Raises:
             ValueError: if T is too short for one frame, the mask has another shape or padding on the left, or the model
-                cannot run in these chunks.
+                cannot run in these chunks, or in pieces. Inside `favor.sequence_parallel` all processes have whole
+                recordings, and get all frames; each computes a piece of them.
         """
-        hidden_states = self.dropout(self.subsample(input_features))
-        positions, real = torch.arange(hidden_states.shape[1], device=hidden_states.device), None
+        every = None  # the real frames of whole recordings
         if attention_mask is not None:
             lengths = self.subsampled_lengths(right_padded(attention_mask, input_features).sum(-1))
-            real = positions < lengths.unsqueeze(-1)
+            frames = self.subsampled_lengths(input_features.shape[1])
+            every = torch.arange(frames, device=lengths.device) < lengths.unsqueeze(-1)
+        pieces, real, first = FramePieces.of(self, input_features, in_chunks=chunks is not None), every, 0
+        if pieces is not None:
+            (input_features, real), first = pieces.cut(input_features, every), pieces.first
+        hidden_states = self.dropout(self.subsample(input_features))
+        positions = first + torch.arange(hidden_states.shape[1], device=hidden_states.device)
         mask = self._mask(hidden_states, real) if chunks is None else self._chunk_mask(hidden_states, real, chunks)
         embeddings = self.rotary_emb(hidden_states, positions.unsqueeze(0))
         for layer in self.layers:
@@ -127,7 +134,9 @@ class ConformerModel(ConformerPreTrainedModel):
             hidden_states = layer(
                 hidden_states, attention_mask=mask, position_embeddings=embeddings, real=real, chunks=chunks, **kwargs
             )
-        return EncoderOutput(last_hidden_state=self.out_norm(hidden_states), attention_mask=real)
+        hidden_states = self.out_norm(hidden_states)
+        joined = hidden_states if pieces is None else pieces.joined(hidden_states)
+        return EncoderOutput(last_hidden_state=joined, attention_mask=every)
 
     def subsample(self, input_features: Tensor) -> Tensor:
         """Turns features `[B, T, num_mel_bins]` into frames `[B, L, C]`; raises ValueError if L would be 0."""

@@ -10,6 +10,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers.modeling_outputs import BaseModelOutput
 
+from favor.attention.functional import sequence_group
+from favor.attention.parallel import gathered
+
 IGNORED = -100  # padding of labels, which no loss counts
 Count = TypeVar("Count", int, Tensor)
 
@@ -22,7 +25,7 @@ class EncoderOutput(BaseModelOutput):
 
 
 class PaddedBatchNorm(nn.BatchNorm1d):
-    """Batch normalisation whose statistics are those of the real frames."""
+    """Batch normalisation whose statistics are those of the real frames, also of pieces in several processes."""
 
     def forward(self, input: Tensor, real: Tensor | None = None) -> Tensor:
         """Normalises `[B, C, T]`; real `[B, T]`, boolean, are the frames that count in training."""
@@ -34,12 +37,35 @@ class PaddedBatchNorm(nn.BatchNorm1d):
         # Activation checkpointing runs this a second time, inside the backward pass.
         if torch._C._current_graph_task_id() != -1:
             momentum = 0.0
-        own = len(rows) > 1  # one frame has no variance: it takes that of the frames so far
-        statistics = (self.running_mean, self.running_var, self.weight, self.bias, own, momentum, self.eps)
-        normed = functional.batch_norm(rows, *statistics)
+        if (group := sequence_group()) is not None:
+            normed = self._normed_together(rows, momentum, group)
+        else:
+            normed = self._normed(rows, momentum)
         if real is None:
             return normed.view_as(frames).transpose(1, 2)
         return torch.zeros_like(frames).masked_scatter(real.unsqueeze(-1), normed).transpose(1, 2)
+
+    def _normed(self, rows: Tensor, momentum: float) -> Tensor:
+        own = len(rows) > 1  # one frame has no variance: it takes that of the frames so far
+        statistics = (self.running_mean, self.running_var, self.weight, self.bias, own, momentum, self.eps)
+        return functional.batch_norm(rows, *statistics)
+
+    def _normed_together(self, rows: Tensor, momentum: float, group: Any) -> Tensor:
+        """Normalises rows `[N, C]` by the statistics of all processes; torch's `SyncBatchNorm` needs GPUs."""
+        wide = rows.to(torch.promote_types(rows.dtype, torch.float32))
+        mean = wide.sum(0) / max(1, len(rows))
+        own = torch.stack((torch.full_like(mean, len(rows)), mean, (wide - mean).square().sum(0)))
+        counts, means, squares = gathered(own, group).unbind(1)
+        number = counts.sum(0)
+        mean = (counts * means).sum(0) / number
+        variance = (squares + counts * (means - mean).square()).sum(0) / number
+        running: Any = (self.running_mean, self.running_var)
+        if (total := int(number[0])) > 1:
+            for kept, new in zip(running, (mean, variance * total / (total - 1)), strict=True):
+                kept.lerp_(new.detach().to(kept.dtype), momentum)
+        else:
+            mean, variance = running
+        return ((wide - mean) * (variance + self.eps).rsqrt() * self.weight + self.bias).to(rows.dtype)
 
 
 def right_padded(attention_mask: Tensor, input_features: Tensor) -> Tensor:

@@ -186,13 +186,18 @@ class RunArguments(FolderArguments):
 
     weight_decay: ClassVar[float] = 0.01
     lr_scheduler_type: ClassVar[str] = "cosine"
-    sequence_parallel: ClassVar[int] = 1
 
     learning_rate: float = option(5e-5, "Peak learning rate.", above=0)
     num_train_epochs: float = option(3.0, "Epochs.", above=0)
     max_train_steps: int | None = option(None, "Optimizer steps; replaces num_train_epochs.", above=0)
     gradient_accumulation_steps: int = option(1, "Forward and backward passes per optimizer step.", above=0)
     warmup_ratio: float = option(0.0, "Warm-up as a fraction of all steps.")
+    sequence_parallel: int = option(
+        1,
+        "Processes that cut every sequence into pieces and act as one, for long sequences. It needs FAVOR attention, "
+        "exact_below 0, and a multiple of this number of processes. Default 1: sequences are whole.",
+        above=0,
+    )
 
 
 @dataclass(kw_only=True)
@@ -209,12 +214,6 @@ class BatchedRunArguments(RunArguments):
     )
     per_device_train_batch_size: int = option(32, "Samples per process and forward pass.", above=0)
     per_device_eval_batch_size: int = option(64, "Samples per process and forward pass in evaluation.", above=0)
-    sequence_parallel: int = option(  # type: ignore[misc]
-        1,
-        "Processes that cut every sequence into pieces and act as one, for long sequences. It needs FAVOR attention, "
-        "exact_below 0, and a multiple of this number of processes. Default 1: sequences are whole.",
-        above=0,
-    )
 
 
 @dataclass(kw_only=True)

@@ -16,9 +16,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from transformers import PreTrainedModel
 
 import favor
-from favor.integrations.layer import attention_modules, layer_options
+from favor.integrations.pieces import piece_multiple
 from favor.landmark.causal import BLOCK
-from favor.registry import family_of
 from favor.train.common.arguments import SOFTMAX_BOUND, refuse
 from favor.train.common.pretrained import positions_of
 
@@ -105,6 +104,16 @@ class Pieces:
             )
 
 
+def check_attention(model: PreTrainedModel, size: int) -> None:
+    """Raises ValueError for exact attention, if `size` processes cut sequences."""
+    name = model.config._attn_implementation
+    if size > 1 and name not in favor.BACKENDS:
+        raise ValueError(
+            f"sequence_parallel {size} cuts sequences, and {name} attention would see a piece alone: add "
+            "--attn_implementation favor+ --exact_below 0, or another of FAVOR"
+        )
+
+
 def pieces_of(accelerator: Accelerator, model: PreTrainedModel, options: dict[str, Any]) -> Pieces:
     """Makes the groups of processes that the options ask for.
 
@@ -118,17 +127,9 @@ def pieces_of(accelerator: Accelerator, model: PreTrainedModel, options: dict[st
     size, length = options["sequence_parallel"], options["max_length"]
     if size == 1:
         return Pieces(accelerator)
-    config, needs = model.config, f"sequence_parallel {size}"
-    modules = [module for module in attention_modules(model).values() if hasattr(module, "config")]
-    layers = [layer_options(module, config._attn_implementation) for module in modules]
-    families = [(family_of(name, own.get("features")), own) for name, own in layers if name is not None]
-    piece = math.lcm(*(BLOCK if family.selects_keys else own.get("window") or 1 for family, own in families))
+    check_attention(model, size)
+    config, needs, piece = model.config, f"sequence_parallel {size}", piece_multiple(model, size)
     refuse(
-        (
-            config._attn_implementation not in favor.BACKENDS,
-            f"{needs} cuts sequences, and {config._attn_implementation} attention would see a piece alone: add "
-            "--attn_implementation favor+ --exact_below 0, or another of FAVOR",
-        ),
         (options["head_optimizer"] == SOFTMAX_BOUND, f"{needs} does not go with head_optimizer {SOFTMAX_BOUND}"),
         (options.get("teacher"), f"{needs} does not go with a teacher, which reads whole sequences"),
         (

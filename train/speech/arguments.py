@@ -153,6 +153,15 @@ class SpeechTrainArguments(RunArguments):
         below=1,
     )
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        refuse(
+            (
+                self.sequence_parallel > 1 and (self.dynamic_chunk or self.whisper_teacher),
+                "sequence_parallel cuts recordings into pieces: it does not go with dynamic_chunk and whisper_teacher",
+            ),
+        )
+
 
 @dataclass
 class Arguments(ArgumentGroups):

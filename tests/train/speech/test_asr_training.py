@@ -9,7 +9,7 @@ import pytest
 import soundfile
 import tiny_speech
 import torch
-from launching import options
+from launching import fork, options
 from safetensors.torch import load_file
 from speech_corpus import (
     AGAIN,
@@ -26,7 +26,7 @@ from speech_corpus import (
     write_corpus,
     write_shard,
 )
-from stopping import same_weights, whole_and_resumed
+from stopping import same_weights, stopped_after, whole_and_resumed
 from transformers import AutoModelForCTC, AutoProcessor, WhisperFeatureExtractor
 
 import favor
@@ -117,6 +117,24 @@ def test_resume_repeats_the_uninterrupted_run(name, training, sounds, whisper, c
     whole, resumed = whole_and_resumed(partial(training, settings), tmp_path, 3, **steps)
     assert resumed["metrics"] == whole["metrics"]
     assert resumed["history"] == whole["history"]
+
+
+def test_two_processes_that_cut_recordings_are_one(training, corpus, tmp_path):
+    """Also when they resume what one process began."""
+    backend = {"attn_implementation": "favor+"}
+    training(CONFORMER, "still", dropout=0, max_train_steps=1, **backend)
+    more = CONFORMER | AGAIN | backend | {"model_name_or_path": tmp_path / "still", "data_dir": corpus, "seed": 1}
+    more |= {"max_train_steps": 4, "checkpointing_steps": 2}
+    whole = training(more, "whole")
+    with stopped_after(2):
+        training(more, "cut")
+    words = options(more | {"output_dir": tmp_path / "cut", "sequence_parallel": 2})
+    assert "continuing from checkpoint-2" in fork("favor.train.asr", *words, "--resume", processes=2)
+    cut = json.loads((tmp_path / "cut" / "all_results.json").read_text())
+    assert (cut["num_processes"], cut["metrics"]) == (2, whole["metrics"])
+    assert cut["train_loss"] == pytest.approx(whole["train_loss"], rel=1e-5)
+    first, second = weights(tmp_path / "whole"), weights(tmp_path / "cut")
+    assert all((first[name] - second[name]).abs().max() < 1e-4 for name in first)
 
 
 def test_workers_change_nothing(train, sounds, tmp_path):
@@ -409,6 +427,7 @@ def test_what_cannot_be_is_refused(training, models, tmp_path, monkeypatch):
         (EXACT, CHUNKS | AGAIN | {"model_name_or_path": "conformer"}, "chunks cannot wait for the whole utterance"),
         (EXACT, {"whisper_teacher": "conformer"}, r"teacher must be a Whisper, or CTC on its .* holds conformer"),
         (HEAD, {"whisper_teacher": "whisper"}, "whisper_teacher is for Conformers, got WhisperForCTC"),
+        (EXACT, CHUNKS | {"sequence_parallel": 2}, "does not go with dynamic_chunk and whisper_teacher"),
         (HEAD, CHUNKS, "dynamic_chunk is for Conformers, got WhisperForCTC: leave it out"),
         (EXACT, {"whisper_teacher": tmp_path / "wide"}, r"input_features must be \[batch, time, 80\], got .*40"),
         (HEAD, {"encoder_learning_rate": None}, "a learning rate of 0.002 destroys the pretrained encoder"),
@@ -427,3 +446,9 @@ def test_what_cannot_be_is_refused(training, models, tmp_path, monkeypatch):
     ):
         with pytest.raises(ValueError, match=message):
             training(settings, **more)
+    for model, message in (
+        (tiny_speech.build(ConformerForCTC), "sdpa attention would see"),
+        (None, "2 is for Conformers; a Whi"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            asr.make_pieces(None, model, 2)

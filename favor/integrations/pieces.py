@@ -1,0 +1,31 @@
+"""How long the pieces of sequences may be that a model takes inside `favor.sequence_parallel`."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from torch import nn
+
+from favor import registry
+from favor.integrations.layer import attention_modules, layer_options, stored_choice
+from favor.landmark.causal import BLOCK
+
+
+def piece_multiple(model: nn.Module, size: int) -> int:
+    """Gives the number of which the tokens of a piece are a multiple, where `size` processes share sequences.
+
+    Windows end where pieces do, and so do blocks of landmarks, unless the processes exchange heads.
+    """
+    sizes = [1]
+    for module in attention_modules(model).values():
+        config = getattr(module, "config", None)
+        name, options = (None, {}) if config is None else layer_options(module, config._attn_implementation)
+        if name is None:
+            continue
+        heads: Any = getattr(config, "num_key_value_heads", None) or getattr(config, "num_attention_heads", 1)
+        if registry.family_of(name, options.get("features")).selects_keys:
+            sizes.append(BLOCK if heads % size else 1)
+        else:
+            sizes.append(stored_choice(module).get("window", options.get("window")) or 1)
+    return math.lcm(*sizes)
