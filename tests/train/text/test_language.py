@@ -6,6 +6,8 @@ import math
 import pytest
 import torch
 import transformers
+from accelerate.data_loader import prepare_data_loader, skip_first_batches
+from datasets import load_dataset
 from launching import caller, fork, options
 from stopping import whole_and_resumed
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -212,3 +214,76 @@ def test_scores_are_those_of_the_saved_model(program, adapt, learn, text, bert_f
 def test_a_model_that_sees_later_tokens_is_refused(backend, learn, bert_folder):
     with pytest.raises(ValueError, match=r"sees? later tokens.*favor\.train\.mlm"):
         learn(model_name_or_path=bert_folder, **backend)
+
+
+def test_a_stream_is_its_texts_joined_and_cut_and_processes_share_it(shards, bert_folder):
+    texts = [json.loads(line)["text"] or "" for path in shards.glob("train*") for line in path.read_text().splitlines()]
+    tokenizer, dataset = AutoTokenizer.from_pretrained(bert_folder), load_dataset(str(shards), streaming=True)
+    rounds = []
+    for epoch in range(3):
+        (order := dataset["train"].shuffle(seed=42)).set_epoch(epoch)
+        rounds.append([row["text"] or "" for row in order])
+    assert sorted(texts) == sorted(rounds[0]) == sorted(rounds[1])
+    assert texts != rounds[0] != rounds[1]
+
+    def direct(texts, number):
+        words = tokenizer.convert_tokens_to_ids(" ".join(texts).split())
+        ids = torch.tensor(words[: 30 * number]).view(number, 30)
+        ends = torch.tensor([[tokenizer.cls_token_id, tokenizer.sep_token_id]]).repeat(number, 1)
+        return torch.cat([ends[:, :1], ids, ends[:, 1:]], dim=1)
+
+    given = {"model_name_or_path": bert_folder, "dataset_name": shards, "max_length": 32, "output_dir": "o"}
+    given |= {"max_train_steps": 10, "gradient_accumulation_steps": 2, "per_device_train_batch_size": 10}
+    given |= {"max_eval_samples": 5}
+    loader, fixed = language.make_loaders(Arguments.parse(options(given)), clm.OBJECTIVE, tokenizer, 42)
+    whole = direct([text for order in rounds for text in order], 200)
+    assert len(" ".join(texts).split()) * 2 < 200 * 30  # more than two rounds
+    two = [prepare_data_loader(loader, num_processes=2, process_index=rank) for rank in range(2)]
+    found = [batch["input_ids"] for pair in zip(*two, strict=True) for batch in pair]  # they read by turns
+    assert torch.equal(torch.cat(found), whole)
+    later = [batch["input_ids"] for batch in skip_first_batches(two[1], 4)]
+    assert torch.equal(torch.cat(later), whole.view(10, 2, 10, 32)[4:, 1].flatten(0, 1))
+    (batch,) = fixed
+    assert torch.equal(batch["input_ids"], direct([row["text"] or "" for row in dataset["validation"]], 5))
+
+
+def test_a_resumed_stream_goes_on_at_its_place(adapt, shards, tmp_path):
+    # 81 samples a round: the run is stopped in the second one.
+    settings = {"train_file": None, "dataset_name": shards, "max_train_steps": 8, "checkpointing_steps": 3, **PLUS}
+    whole, resumed = whole_and_resumed(adapt, tmp_path, 6, gradient_accumulation_steps=2, **settings)
+    assert [entry["step"] for entry in whole["history"]] == [8]
+    assert resumed["history"] == whole["history"]
+    assert resumed["train_loss"] == whole["train_loss"]
+
+
+def test_two_processes_take_turns_in_a_stream(learn, decoder_folder, shards, tmp_path):
+    given = {"model_name_or_path": decoder_folder, "train_file": None, "dataset_name": shards, "max_length": 32}
+    given |= {"max_train_steps": 6, "learning_rate": 1e-3, **EXACT}
+    one = learn("one", per_device_train_batch_size=4, **given)
+    given |= {"per_device_train_batch_size": 2, "output_dir": tmp_path / "two"}
+    fork("favor.train.clm", *options(given), processes=2)
+    two = json.loads((tmp_path / "two" / "all_results.json").read_text())
+    assert (one["steps"], two["steps"], two["num_processes"]) == (6, 6, 2)
+    assert two["metrics"] == pytest.approx(one["metrics"], rel=1e-5)
+
+
+def test_streams_that_cannot_be_read_are_named(adapt, shards, text, tmp_path):
+    for name, rows in {"bare": '{"words": "good"}', "short": '{"text": "good film"}', "none": '{"text": null}'}.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "train.jsonl").write_text(rows)
+    stream = {"train_file": None, "dataset_name": shards}
+    for settings, message in (
+        ({"dataset_name": shards}, "give a text, train_file, or a data set, dataset_name: one of them"),
+        ({"train_file": None}, "give a text, train_file, or a data set, dataset_name: one of them"),
+        (stream | {"max_train_steps": None}, "length is not known: add --max_train_steps"),
+        (stream | {"max_train_samples": 9}, "max_train_samples is for train_file"),
+        (stream | {"dataset_name": tmp_path / "absent"}, "with the split train, got .*absent: Couldn't find any data"),
+        (stream | {"dataset_name": f"{shards}:en"}, r"with the split train, got .*:en: .*Available: \['default'\]"),
+        (stream | {"dataset_name": tmp_path / "bare"}, "bare, train, must have texts in the column text, got words"),
+        (stream | {"dataset_name": tmp_path / "short"}, "with the split validation, .* or give --validation_file"),
+        (stream | {"dataset_name": tmp_path / "short", "validation_file": text}, "short has 2 tokens, too few for one"),
+        (stream | {"dataset_name": tmp_path / "none", "validation_file": text}, "none has 0 tokens, too few for one"),
+        (stream | {"max_length": 2}, "max_length must be more than 2 special tokens, got 2"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            adapt("refused", flags=("overwrite_output_dir",), **settings)
