@@ -159,9 +159,9 @@ def make_loaders(
     text, train = arguments.text, arguments.train
     ids: Tensor | Stream
     if text.dataset_name is not None:
-        groups = PartialState().num_processes // train.sequence_parallel
-        batch = train.per_device_train_batch_size * groups * train.gradient_accumulation_steps
-        ids = Stream(text.dataset_name, tokenizer, text.max_length, train.max_train_steps * batch, seed)
+        shares, batch = PartialState().num_processes // train.sequence_parallel, train.per_device_train_batch_size
+        number = train.max_train_steps * train.gradient_accumulation_steps * batch * shares
+        ids = Stream(text.dataset_name, tokenizer, text.max_length, number, seed, batch, shares)
     else:
         # The order does not depend on the seed, so that the evaluation samples do not either.
         ids = samples(text.train_file, tokenizer, text.max_length, text.max_train_samples)

@@ -7,6 +7,7 @@ from itertools import chain, count, islice
 from typing import Any
 
 from datasets import IterableDataset, load_dataset
+from datasets.distributed import split_dataset_by_node
 from torch import Tensor, stack, tensor
 from torch.utils.data import Dataset
 
@@ -66,7 +67,9 @@ def cut(
                 yield tensor(before + held[place : place + width] + after)
             del held[:whole]
         if read < width:
-            raise ValueError(f"{name} has {read} tokens, too few for one sample of {length}: take a larger data set")
+            raise ValueError(
+                f"{name} has {read} tokens for a process, too few for one sample of {length}: take a larger data set"
+            )
 
 
 def first_samples(name: str, tokenizer: Any, length: int, number: int | None) -> Tensor:
@@ -77,21 +80,31 @@ def first_samples(name: str, tokenizer: Any, length: int, number: int | None) ->
 class Stream(Dataset[Tensor]):
     """The first `number` samples of the split train, shuffled; it begins again, in another order, when it ends.
 
-    Item `index` is the same sample in every process and however often it is read, but is found by reading all samples
-    before it: ask for items in rising order. Raises ValueError as `open_split` and `cut` do.
+    Batches of `batch` samples come from `shares` of the texts by turns. So a process that asks for every `shares`-th
+    batch reads and tokenises its own share alone, and all of them together take each text once.
+
+    An item is the same sample in every process, and however often it is read. It is found by reading all samples before
+    it in its share: ask for items in rising order. Raises ValueError as `open_split` and `cut` do.
     """
 
-    def __init__(self, name: str, tokenizer: Any, length: int, number: int, seed: int) -> None:
+    def __init__(
+        self, name: str, tokenizer: Any, length: int, number: int, seed: int, batch: int, shares: int = 1
+    ) -> None:
         self.dataset = open_split(name, TRAIN).shuffle(seed=seed)
         self.name, self.tokenizer, self.length, self.number = name, tokenizer, length, number
-        self.samples: Iterator[Tensor] = iter(())
-        self.next = number  # index of the next sample of `samples`
+        self.batch, self.shares = batch, shares
+        self.passed: dict[int, tuple[Iterator[Tensor], int]] = {}  # samples of a share, and how many were read
 
     def __len__(self) -> int:
         return self.number
 
     def __getitem__(self, index: int) -> Tensor:
-        if index < self.next:
-            self.samples, self.next = cut(self.dataset, self.tokenizer, self.length, self.name, count()), 0
-        passed, self.next = index - self.next, index + 1
-        return next(islice(self.samples, passed, None))
+        batches, place = divmod(index, self.batch)
+        turn, share = divmod(batches, self.shares)
+        place += turn * self.batch
+        samples, passed = self.passed.get(share, (iter(()), self.number))
+        if place < passed:
+            texts = split_dataset_by_node(self.dataset, share, self.shares)
+            samples, passed = cut(texts, self.tokenizer, self.length, self.name, count()), 0
+        self.passed[share] = samples, place + 1
+        return next(islice(samples, place - passed, None))

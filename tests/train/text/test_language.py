@@ -2,14 +2,18 @@
 
 import json
 import math
+from collections import Counter
+from unittest.mock import patch
 
 import pytest
 import torch
 import transformers
 from accelerate.data_loader import prepare_data_loader, skip_first_batches
 from datasets import load_dataset
+from datasets.distributed import split_dataset_by_node
 from launching import caller, fork, options
 from stopping import whole_and_resumed
+from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import favor
@@ -20,6 +24,7 @@ from favor.train.common.pretrained import check_positions
 from favor.train.text import language
 from favor.train.text.language import Arguments
 from favor.train.text.samples import samples
+from favor.train.text.stream import Stream, cut, first_samples
 
 BACKEND = {"attn_implementation": "favor#", "num_features": 8, "exact_below": 0}
 BOUND = {"head_optimizer": "softmax_bound"}
@@ -217,34 +222,36 @@ def test_a_model_that_sees_later_tokens_is_refused(backend, learn, bert_folder):
 
 
 def test_a_stream_is_its_texts_joined_and_cut_and_processes_share_it(shards, bert_folder):
-    texts = [json.loads(line)["text"] or "" for path in shards.glob("train*") for line in path.read_text().splitlines()]
+    texts = [json.loads(line)["text"] for path in shards.glob("train*") for line in path.read_text().splitlines()]
     tokenizer, dataset = AutoTokenizer.from_pretrained(bert_folder), load_dataset(str(shards), streaming=True)
     rounds = []
-    for epoch in range(3):
+    for epoch in range(4):
         (order := dataset["train"].shuffle(seed=42)).set_epoch(epoch)
-        rounds.append([row["text"] or "" for row in order])
-    assert sorted(texts) == sorted(rounds[0]) == sorted(rounds[1])
+        rounds.append([row["text"] for row in order])
+    assert Counter(texts) == Counter(rounds[0]) == Counter(rounds[1])
     assert texts != rounds[0] != rounds[1]
+    assert len(" ".join(filter(None, texts)).split()) < 100 * 30  # each of two shares is read more than twice
 
     def direct(texts, number):
-        words = tokenizer.convert_tokens_to_ids(" ".join(texts).split())
+        words = tokenizer.convert_tokens_to_ids(" ".join(filter(None, texts)).split())
         ids = torch.tensor(words[: 30 * number]).view(number, 30)
         ends = torch.tensor([[tokenizer.cls_token_id, tokenizer.sep_token_id]]).repeat(number, 1)
         return torch.cat([ends[:, :1], ids, ends[:, 1:]], dim=1)
 
-    given = {"model_name_or_path": bert_folder, "dataset_name": shards, "max_length": 32, "output_dir": "o"}
-    given |= {"max_train_steps": 10, "gradient_accumulation_steps": 2, "per_device_train_batch_size": 10}
-    given |= {"max_eval_samples": 5}
-    loader, fixed = language.make_loaders(Arguments.parse(options(given)), clm.OBJECTIVE, tokenizer, 42)
-    whole = direct([text for order in rounds for text in order], 200)
-    assert len(" ".join(texts).split()) * 2 < 200 * 30  # more than two rounds
-    two = [prepare_data_loader(loader, num_processes=2, process_index=rank) for rank in range(2)]
-    found = [batch["input_ids"] for pair in zip(*two, strict=True) for batch in pair]  # they read by turns
-    assert torch.equal(torch.cat(found), whole)
-    later = [batch["input_ids"] for batch in skip_first_batches(two[1], 4)]
-    assert torch.equal(torch.cat(later), whole.view(10, 2, 10, 32)[4:, 1].flatten(0, 1))
-    (batch,) = fixed
-    assert torch.equal(batch["input_ids"], direct([row["text"] or "" for row in dataset["validation"]], 5))
+    stream = Stream(str(shards), tokenizer, 32, 200, seed=42, batch=10, shares=2)
+    loader = DataLoader(clm.OBJECTIVE.samples(stream, tokenizer, 42), 10)
+    for rank in range(2):
+        whole = direct([text for order in rounds for text in order[rank::2]], 100).view(10, 10, 32)
+        own = prepare_data_loader(loader, num_processes=2, process_index=rank)
+        assert torch.equal(torch.stack([batch["input_ids"] for batch in own]), whole)
+        later = [batch["input_ids"] for batch in skip_first_batches(own, 4)]
+        assert torch.equal(torch.stack(later), whole[4:])
+    for shares in (2, 3):  # as many texts, or as many files
+        parts = [split_dataset_by_node(stream.dataset, rank, shares) for rank in range(shares)]
+        words = [int(row[1]) for part in parts for row in cut(part, tokenizer, 3, "")]
+        assert Counter(tokenizer.convert_ids_to_tokens(words)) == Counter(" ".join(filter(None, texts)).split())
+    held_out = first_samples(str(shards), tokenizer, 32, 5)
+    assert torch.equal(held_out, direct([row["text"] for row in dataset["validation"]], 5))
 
 
 def test_a_resumed_stream_goes_on_at_its_place(adapt, shards, tmp_path):
@@ -257,9 +264,16 @@ def test_a_resumed_stream_goes_on_at_its_place(adapt, shards, tmp_path):
 
 
 def test_two_processes_take_turns_in_a_stream(learn, decoder_folder, shards, tmp_path):
+    """Together they see what one process sees that reads both shares."""
     given = {"model_name_or_path": decoder_folder, "train_file": None, "dataset_name": shards, "max_length": 32}
-    given |= {"max_train_steps": 6, "learning_rate": 1e-3, **EXACT}
-    one = learn("one", per_device_train_batch_size=4, **given)
+    given |= {"max_train_steps": 6, "gradient_accumulation_steps": 2, "learning_rate": 1e-3, **EXACT}
+
+    class Both(Stream):
+        def __init__(self, *given):
+            super().__init__(*given[:-2], batch=2, shares=2)
+
+    with patch.object(language, "Stream", Both):
+        one = learn("one", per_device_train_batch_size=4, **given)
     given |= {"per_device_train_batch_size": 2, "output_dir": tmp_path / "two"}
     fork("favor.train.clm", *options(given), processes=2)
     two = json.loads((tmp_path / "two" / "all_results.json").read_text())
@@ -281,8 +295,14 @@ def test_streams_that_cannot_be_read_are_named(adapt, shards, text, tmp_path):
         (stream | {"dataset_name": f"{shards}:en"}, r"with the split train, got .*:en: .*Available: \['default'\]"),
         (stream | {"dataset_name": tmp_path / "bare"}, "bare, train, must have texts in the column text, got words"),
         (stream | {"dataset_name": tmp_path / "short"}, "with the split validation, .* or give --validation_file"),
-        (stream | {"dataset_name": tmp_path / "short", "validation_file": text}, "short has 2 tokens, too few for one"),
-        (stream | {"dataset_name": tmp_path / "none", "validation_file": text}, "none has 0 tokens, too few for one"),
+        (
+            stream | {"dataset_name": tmp_path / "short", "validation_file": text},
+            "short has 2 tokens for a process",
+        ),
+        (
+            stream | {"dataset_name": tmp_path / "none", "validation_file": text},
+            "none has 0 tokens for a process",
+        ),
         (stream | {"max_length": 2}, "max_length must be more than 2 special tokens, got 2"),
     ):
         with pytest.raises(ValueError, match=message):
