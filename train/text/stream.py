@@ -41,7 +41,7 @@ def open_split(name: str, split: str) -> IterableDataset:
 def cut(
     dataset: IterableDataset, tokenizer: Any, length: int, name: str, rounds: Iterable[int] = (0,)
 ) -> Iterator[Tensor]:
-    """Joins texts end to end and cuts them into samples of `length` tokens, with special tokens around each.
+    """Joins texts, a line each, and cuts them into samples of `length` tokens, with special tokens around each.
 
     The data set is read once per number in `rounds`, which is the epoch that its order depends on. What is left of one
     round begins the next one. Raises ValueError if a round is shorter than one sample, or the tokenizer does not know
@@ -56,7 +56,7 @@ def cut(
         dataset.set_epoch(epoch)
         read = 0
         for batch in dataset.iter(BATCH):
-            texts = [text or "" for text in batch["text"]]
+            texts = [f"{text or ''}\n" for text in batch["text"]]
             ids = tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
             if epoch == read == 0:
                 check_known(ids, tokenizer, name)

@@ -221,7 +221,7 @@ def test_a_model_that_sees_later_tokens_is_refused(backend, learn, bert_folder):
         learn(model_name_or_path=bert_folder, **backend)
 
 
-def test_a_stream_is_its_texts_joined_and_cut_and_processes_share_it(shards, bert_folder):
+def test_a_stream_is_its_texts_joined_and_cut_and_processes_share_it(shards, bert_folder, decoder_folder):
     texts = [json.loads(line)["text"] for path in shards.glob("train*") for line in path.read_text().splitlines()]
     tokenizer, dataset = AutoTokenizer.from_pretrained(bert_folder), load_dataset(str(shards), streaming=True)
     rounds = []
@@ -246,16 +246,19 @@ def test_a_stream_is_its_texts_joined_and_cut_and_processes_share_it(shards, ber
         assert torch.equal(torch.stack([batch["input_ids"] for batch in own]), whole)
         later = [batch["input_ids"] for batch in skip_first_batches(own, 4)]
         assert torch.equal(torch.stack(later), whole[4:])
-    for shares in (2, 3):  # as many texts, or as many files
+    for shares in (2, 3):  # every second text, a file each
         parts = [split_dataset_by_node(stream.dataset, rank, shares) for rank in range(shares)]
         words = [int(row[1]) for part in parts for row in cut(part, tokenizer, 3, "")]
         assert Counter(tokenizer.convert_ids_to_tokens(words)) == Counter(" ".join(filter(None, texts)).split())
-    held_out = first_samples(str(shards), tokenizer, 32, 5)
-    assert torch.equal(held_out, direct([row["text"] for row in dataset["validation"]], 5))
+    held = [row["text"] for row in dataset["validation"]]
+    assert torch.equal(first_samples(str(shards), tokenizer, 32, 5), direct(held, 5))
+    reads_spaces = AutoTokenizer.from_pretrained(decoder_folder)
+    lines = "".join(f"{line or ''}\n" for line in held)
+    assert lines.startswith(reads_spaces.decode(first_samples(str(shards), reads_spaces, 99, 2).flatten()))
 
 
 def test_a_resumed_stream_goes_on_at_its_place(adapt, shards, tmp_path):
-    # 81 samples a round: the run is stopped in the second one.
+    # 80 samples a round: the run is stopped in the second one.
     settings = {"train_file": None, "dataset_name": shards, "max_train_steps": 8, "checkpointing_steps": 3, **PLUS}
     whole, resumed = whole_and_resumed(adapt, tmp_path, 6, gradient_accumulation_steps=2, **settings)
     assert [entry["step"] for entry in whole["history"]] == [8]
