@@ -11,6 +11,7 @@ os.environ["OMP_NUM_THREADS"] = "1"
 
 import gc
 import gzip
+import json
 import random
 from pathlib import Path
 
@@ -107,6 +108,17 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with gzip.open(path, "wt", encoding="utf-8") as stream:
         stream.write(" ".join(source.choice(WORDS) for _ in range(4000)))
     return path
+
+
+@pytest.fixture(scope="session")
+def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Writes JSON lines: 250 texts of up to 20 words in three files to train on, 30 to evaluate on."""
+    folder, source = tmp_path_factory.mktemp("shards"), random.Random(1)
+    for name, number in {"train-0": 120, "train-1": 30, "train-2": 100, "validation": 30}.items():
+        texts = [" ".join(source.choices(WORDS, k=source.randint(0, 20))) for _ in range(number)]
+        rows = [json.dumps({"id": i, "text": text or None}) for i, text in enumerate(texts)]
+        (folder / f"{name}.jsonl").write_text("\n".join(rows))
+    return folder
 
 
 @pytest.fixture(scope="session")

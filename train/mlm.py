@@ -20,6 +20,7 @@ from transformers import AutoModelForMaskedLM, DataCollatorForLanguageModeling
 from favor.train.common.loop import mix
 from favor.train.text import language
 from favor.train.text.samples import Plain
+from favor.train.text.stream import Stream
 
 # Fraction of the tokens to predict; 80 % of these are masked, 10 % are replaced.
 PROBABILITY = 0.15
@@ -32,7 +33,7 @@ class MaskedTexts(Plain):
     if the tokenizer has no token for masking.
     """
 
-    def __init__(self, ids: Tensor, tokenizer: Any, seed: int) -> None:
+    def __init__(self, ids: Tensor | Stream, tokenizer: Any, seed: int) -> None:
         super().__init__(ids)
         self.seed = seed
         self.masker = DataCollatorForLanguageModeling(tokenizer, mlm_probability=PROBABILITY)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import MISSING, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import Accelerator
+from accelerate import Accelerator, PartialState
 from accelerate.utils import DistributedDataParallelKwargs
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
@@ -25,6 +25,7 @@ from favor.train.common.arguments import (
     HeadArguments,
     ModelArguments,
     option,
+    refuse,
 )
 from favor.train.common.lock import releases_locks
 from favor.train.common.loop import VisitSampler
@@ -32,6 +33,7 @@ from favor.train.common.pieces import Pieces, pieces_of
 from favor.train.common.pretrained import check_positions, load_switched, load_tokenizer, make_optimizer
 from favor.train.common.program import describe, load_line, of_program, of_training, program
 from favor.train.text.samples import check_text, samples
+from favor.train.text.stream import TRAIN, VALIDATION, Stream, first_samples, open_split
 from favor_command.saved import check_model
 
 
@@ -39,9 +41,17 @@ from favor_command.saved import check_model
 class TextArguments(Checked):
     """The text, and the output layer."""
 
-    train_file: str = option(MISSING, "Text to learn from: UTF-8, plain, .gz or .xz.")
+    train_file: str | None = option(None, "Text to learn from: UTF-8, plain, .gz or .xz.")
+    dataset_name: str | None = option(
+        None,
+        "In place of train_file, a data set of the hub, NAME or NAME:CONFIGURATION, or a folder of Parquet, JSON lines "
+        "or text files. Its split train is read as a stream of texts (column text) while the model trains, and begins "
+        "again when it ends. It needs max_train_steps, which are one epoch.",
+    )
     validation_file: str | None = option(
-        None, "Text to evaluate on. Default: 5 % of the samples of train_file, which are not trained on."
+        None,
+        "Text to evaluate on. Default: 5 % of the samples of train_file, which are not trained on, or the first "
+        "samples of the split validation of dataset_name.",
     )
     max_length: int = option(128, "Tokens of a sample.", above=0)
     max_train_samples: int | None = option(
@@ -65,6 +75,23 @@ class Arguments(ArgumentGroups):
     train: BatchedRunArguments
     head: HeadArguments
 
+    def __post_init__(self) -> None:
+        text = self.text
+        refuse(
+            (
+                (text.train_file is None) == (text.dataset_name is None),
+                "give a text, train_file, or a data set, dataset_name: one of them",
+            ),
+            (
+                text.dataset_name is not None and self.train.max_train_steps is None,
+                "dataset_name is a stream, whose length is not known: add --max_train_steps",
+            ),
+            (
+                text.dataset_name is not None and text.max_train_samples is not None,
+                "max_train_samples is for train_file: leave it out with dataset_name",
+            ),
+        )
+
 
 Samples = Dataset[dict[str, Tensor]]
 
@@ -77,7 +104,7 @@ class Objective:
         name: of the program, `favor.train.NAME`.
         auto_class: class of transformers for the model with its output layer.
         shift: number of places from a prediction to its label: 1 for the next token, 0 for a masked token.
-        samples: (tokens `[n, length]`, tokenizer, seed) -> samples with labels; item
+        samples: (tokens `[n, length]` or a stream, tokenizer, seed) -> samples with labels; item
             `epoch * n + index` is sample `index` in that epoch.
         check: raises ValueError for a model that cannot learn the task.
     """
@@ -85,7 +112,7 @@ class Objective:
     name: str
     auto_class: Any
     shift: int
-    samples: Callable[[Tensor, Any, int], Samples]
+    samples: Callable[[Tensor | Stream, Any, int], Samples]
     check: Callable[[PreTrainedModel], None]
 
 
@@ -127,22 +154,32 @@ def make_loaders(
 ) -> tuple[DataLoader[dict[str, Tensor]], DataLoader[dict[str, Tensor]]]:
     """Makes loaders of the training samples, shuffled, and of the evaluation samples, equal in every epoch.
 
-    The seed draws the order and the masks. Raises ValueError if a text is too short.
+    The seed draws the order and the masks. Raises ValueError if a text or data set is too short or cannot be read.
     """
     text, train = arguments.text, arguments.train
-    # The order does not depend on the seed, so that the evaluation samples do not either.
-    ids = samples(text.train_file, tokenizer, text.max_length, text.max_train_samples)
-    if text.validation_file is None:
+    ids: Tensor | Stream
+    if text.dataset_name is not None:
+        shares, batch = PartialState().num_processes // train.sequence_parallel, train.per_device_train_batch_size
+        number = train.max_train_steps * train.gradient_accumulation_steps * batch * shares
+        ids = Stream(text.dataset_name, tokenizer, text.max_length, number, seed, batch, shares)
+    else:
+        # The order does not depend on the seed, so that the evaluation samples do not either.
+        ids = samples(text.train_file, tokenizer, text.max_length, text.max_train_samples)
+    if text.validation_file is not None:
+        held_out = samples(text.validation_file, tokenizer, text.max_length, text.max_eval_samples)
+    elif text.dataset_name is not None:
+        held_out = first_samples(text.dataset_name, tokenizer, text.max_length, text.max_eval_samples)
+    else:
         held = math.ceil(0.05 * len(ids))
         if held == len(ids):
             raise ValueError(f"{text.train_file} is one sample of {text.max_length} tokens: give a longer text")
         ids, held_out = ids[held:], ids[:held][: text.max_eval_samples]
-    else:
-        held_out = samples(text.validation_file, tokenizer, text.max_length, text.max_eval_samples)
     data = objective.samples(ids, tokenizer, seed)
     fixed = objective.samples(held_out, tokenizer, 0)
+    # Items of a stream are in random order.
+    order = None if isinstance(ids, Stream) else VisitSampler(len(ids), seed)
     return (
-        DataLoader(data, train.per_device_train_batch_size, sampler=VisitSampler(len(ids), seed)),
+        DataLoader(data, train.per_device_train_batch_size, sampler=order),
         DataLoader(fixed, train.per_device_eval_batch_size),
     )
 
@@ -237,6 +274,9 @@ def run_program(arguments: Arguments, objective: Objective, words: Sequence[str]
     for path in (arguments.text.train_file, arguments.text.validation_file):
         if path is not None:
             check_text(path)
+    if arguments.text.dataset_name is not None:
+        for split in (TRAIN,) if arguments.text.validation_file else (TRAIN, VALIDATION):
+            open_split(arguments.text.dataset_name, split)
     if train.resume and (folder / checkpoint.RESULTS).exists():
         return checkpoint.read_json(folder / checkpoint.RESULTS)
     checkpoint.start_run(folder, settings, train.overwrite_output_dir)

@@ -9,13 +9,16 @@ import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
 from favor_command.saved import check_known
+
+if TYPE_CHECKING:
+    from favor.train.text.stream import Stream
 
 _NO_TEXT = re.compile("[\0\ud800-\udfff]")
 _OPEN: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".xz": lzma.open}
@@ -69,7 +72,7 @@ def _text_of(path: Path) -> Iterator[Any]:
 class Plain(Dataset[dict[str, Tensor]]):
     """Samples `[n, length]`, the same in every epoch, as arguments of a model; their labels are their own tokens."""
 
-    def __init__(self, ids: Tensor, labels: bool = False) -> None:
+    def __init__(self, ids: Tensor | Stream, labels: bool = False) -> None:
         self.ids, self.labels = ids, labels
 
     def __len__(self) -> int:

@@ -2,12 +2,18 @@
 
 import json
 import math
+from collections import Counter
+from unittest.mock import patch
 
 import pytest
 import torch
 import transformers
+from accelerate.data_loader import prepare_data_loader, skip_first_batches
+from datasets import load_dataset
+from datasets.distributed import split_dataset_by_node
 from launching import caller, fork, options
 from stopping import whole_and_resumed
+from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import favor
@@ -18,6 +24,7 @@ from favor.train.common.pretrained import check_positions
 from favor.train.text import language
 from favor.train.text.language import Arguments
 from favor.train.text.samples import samples
+from favor.train.text.stream import Stream, cut, first_samples
 
 BACKEND = {"attn_implementation": "favor#", "num_features": 8, "exact_below": 0}
 BOUND = {"head_optimizer": "softmax_bound"}
@@ -212,3 +219,94 @@ def test_scores_are_those_of_the_saved_model(program, adapt, learn, text, bert_f
 def test_a_model_that_sees_later_tokens_is_refused(backend, learn, bert_folder):
     with pytest.raises(ValueError, match=r"sees? later tokens.*favor\.train\.mlm"):
         learn(model_name_or_path=bert_folder, **backend)
+
+
+def test_a_stream_is_its_texts_joined_and_cut_and_processes_share_it(shards, bert_folder, decoder_folder):
+    texts = [json.loads(line)["text"] for path in shards.glob("train*") for line in path.read_text().splitlines()]
+    tokenizer, dataset = AutoTokenizer.from_pretrained(bert_folder), load_dataset(str(shards), streaming=True)
+    rounds = []
+    for epoch in range(4):
+        (order := dataset["train"].shuffle(seed=42)).set_epoch(epoch)
+        rounds.append([row["text"] for row in order])
+    assert Counter(texts) == Counter(rounds[0]) == Counter(rounds[1])
+    assert texts != rounds[0] != rounds[1]
+    assert len(" ".join(filter(None, texts)).split()) < 100 * 30  # each of two shares is read more than twice
+
+    def direct(texts, number):
+        words = tokenizer.convert_tokens_to_ids(" ".join(filter(None, texts)).split())
+        ids = torch.tensor(words[: 30 * number]).view(number, 30)
+        ends = torch.tensor([[tokenizer.cls_token_id, tokenizer.sep_token_id]]).repeat(number, 1)
+        return torch.cat([ends[:, :1], ids, ends[:, 1:]], dim=1)
+
+    stream = Stream(str(shards), tokenizer, 32, 200, seed=42, batch=10, shares=2)
+    loader = DataLoader(clm.OBJECTIVE.samples(stream, tokenizer, 42), 10)
+    for rank in range(2):
+        whole = direct([text for order in rounds for text in order[rank::2]], 100).view(10, 10, 32)
+        own = prepare_data_loader(loader, num_processes=2, process_index=rank)
+        assert torch.equal(torch.stack([batch["input_ids"] for batch in own]), whole)
+        later = [batch["input_ids"] for batch in skip_first_batches(own, 4)]
+        assert torch.equal(torch.stack(later), whole[4:])
+    for shares in (2, 3):  # every second text, a file each
+        parts = [split_dataset_by_node(stream.dataset, rank, shares) for rank in range(shares)]
+        words = [int(row[1]) for part in parts for row in cut(part, tokenizer, 3, "")]
+        assert Counter(tokenizer.convert_ids_to_tokens(words)) == Counter(" ".join(filter(None, texts)).split())
+    held = [row["text"] for row in dataset["validation"]]
+    assert torch.equal(first_samples(str(shards), tokenizer, 32, 5), direct(held, 5))
+    reads_spaces = AutoTokenizer.from_pretrained(decoder_folder)
+    lines = "".join(f"{line or ''}\n" for line in held)
+    assert lines.startswith(reads_spaces.decode(first_samples(str(shards), reads_spaces, 99, 2).flatten()))
+
+
+def test_a_resumed_stream_goes_on_at_its_place(adapt, shards, tmp_path):
+    # 80 samples a round: the run is stopped in the second one.
+    settings = {"train_file": None, "dataset_name": shards, "max_train_steps": 8, "checkpointing_steps": 3, **PLUS}
+    whole, resumed = whole_and_resumed(adapt, tmp_path, 6, gradient_accumulation_steps=2, **settings)
+    assert [entry["step"] for entry in whole["history"]] == [8]
+    assert resumed["history"] == whole["history"]
+    assert resumed["train_loss"] == whole["train_loss"]
+
+
+def test_two_processes_take_turns_in_a_stream(learn, decoder_folder, shards, tmp_path):
+    """Together they see what one process sees that reads both shares."""
+    given = {"model_name_or_path": decoder_folder, "train_file": None, "dataset_name": shards, "max_length": 32}
+    given |= {"max_train_steps": 6, "gradient_accumulation_steps": 2, "learning_rate": 1e-3, **EXACT}
+
+    class Both(Stream):
+        def __init__(self, *given):
+            super().__init__(*given[:-2], batch=2, shares=2)
+
+    with patch.object(language, "Stream", Both):
+        one = learn("one", per_device_train_batch_size=4, **given)
+    given |= {"per_device_train_batch_size": 2, "output_dir": tmp_path / "two"}
+    fork("favor.train.clm", *options(given), processes=2)
+    two = json.loads((tmp_path / "two" / "all_results.json").read_text())
+    assert (one["steps"], two["steps"], two["num_processes"]) == (6, 6, 2)
+    assert two["metrics"] == pytest.approx(one["metrics"], rel=1e-5)
+
+
+def test_streams_that_cannot_be_read_are_named(adapt, shards, text, tmp_path):
+    for name, rows in {"bare": '{"words": "good"}', "short": '{"text": "good film"}', "none": '{"text": null}'}.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "train.jsonl").write_text(rows)
+    stream = {"train_file": None, "dataset_name": shards}
+    for settings, message in (
+        ({"dataset_name": shards}, "give a text, train_file, or a data set, dataset_name: one of them"),
+        ({"train_file": None}, "give a text, train_file, or a data set, dataset_name: one of them"),
+        (stream | {"max_train_steps": None}, "length is not known: add --max_train_steps"),
+        (stream | {"max_train_samples": 9}, "max_train_samples is for train_file"),
+        (stream | {"dataset_name": tmp_path / "absent"}, "with the split train, got .*absent: Couldn't find any data"),
+        (stream | {"dataset_name": f"{shards}:en"}, r"with the split train, got .*:en: .*Available: \['default'\]"),
+        (stream | {"dataset_name": tmp_path / "bare"}, "bare, train, must have texts in the column text, got words"),
+        (stream | {"dataset_name": tmp_path / "short"}, "with the split validation, .* or give --validation_file"),
+        (
+            stream | {"dataset_name": tmp_path / "short", "validation_file": text},
+            "short has 2 tokens for a process",
+        ),
+        (
+            stream | {"dataset_name": tmp_path / "none", "validation_file": text},
+            "none has 0 tokens for a process",
+        ),
+        (stream | {"max_length": 2}, "max_length must be more than 2 special tokens, got 2"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            adapt("refused", flags=("overwrite_output_dir",), **settings)

@@ -22,10 +22,11 @@ SIZES = {"vocab_size": 20, "hidden_size": 8, "num_hidden_layers": 1, "num_attent
 
 
 @pytest.mark.parametrize("program", [mlm, clm, glue], ids=["mlm", "clm", "glue"])
-def test_two_processes_are_one(program, bert_folder, decoder_folder, text, glue_folder, tmp_path):
+def test_two_processes_are_one(program, bert_folder, decoder_folder, text, shards, glue_folder, tmp_path):
     """Also when they resume what one process began; accelerate gives both of them each batch."""
     given = {**STEPS, **PLUS, "model_name_or_path": decoder_folder if program is clm else bert_folder}
-    given |= {"task_name": "sst2", "data_dir": glue_folder} if program is glue else {"train_file": text}
+    source = {mlm: {"train_file": text}, clm: {"dataset_name": shards}}
+    given |= source.get(program, {"task_name": "sst2", "data_dir": glue_folder})
     given |= {"window": 4} if program is mlm else {}
     call = caller(program.main, tmp_path, given)
     whole = call("whole")
