@@ -16,6 +16,8 @@ from transformers.masking_utils import bidirectional_mask_function, causal_mask_
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from favor import registry
+from favor.attention.functional import SEQUENCE_GROUPS
+from favor.attention.parallel import WHOLE
 from favor.kernels.dispatch import check_not_scripted, is_tracing
 
 # Arguments that change the result: if one has a value, it is refused rather than dropped.
@@ -112,7 +114,11 @@ def favor_mask(
             padding = torch.nn.functional.pad(padding, (0, kv_length - padding.shape[1]))
         if not is_tracing(padding) and not (is_static and kv_length == 1):  # a GPU waits here, once per forward pass
             counts = padding.sum(1).tolist()
-            padding = None if min(counts, default=kv_length) == kv_length else padding
+            # Processes that hold pieces of sequences exchange padding: of one piece, if of any.
+            is_full = min(counts, default=kv_length) == kv_length and not SEQUENCE_GROUPS
+            padding = None if is_full else padding
+    if SEQUENCE_GROUPS and padding is not None:
+        setattr(padding, WHOLE, {})
     shown = torch.ones(1, 1, dtype=torch.bool, device=device) if padding is None else padding
     rows = q_length if pattern.causal and not is_static else 1
     shown = shown[:, None, None, :].expand(batch_size, 1, rows, kv_length)
