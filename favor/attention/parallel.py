@@ -169,8 +169,9 @@ def parallel_attention(
     Raises:
         ValueError: for what needs whole sequences.
     """
-    if call.packing is not None or call.state is not None or call.relative is not None:
-        raise ValueError("sequence_parallel takes no packed sequences, no state and no relative positions.")
+    has_past = call.state is not None or (call.is_causal and query.shape[2] < key.shape[2])
+    if call.packing is not None or has_past or call.relative is not None:
+        raise ValueError("sequence_parallel takes no packed sequences, no cache or state and no relative positions.")
     if isinstance(family, PositiveFeatures):
         return _by_features(family, query, key, value, call, group)
     if not family.selects_keys:

@@ -81,6 +81,8 @@ def llama():
 def trained(model, batch, group=None):
     """Gives the weights after some steps of plain gradient descent."""
     optimizer = torch.optim.SGD(model.parameters(), 0.3)
+    if group is not None:  # layers run again in the backward pass, and exchange again
+        model.gradient_checkpointing_enable()
     for _ in range(20):
         model(**batch, num_items_in_batch=100).loss.backward()
         for parameter in model.parameters() if group is not None else ():
@@ -133,6 +135,8 @@ def in_pieces(rank, address):
         query = torch.randn(1, 2, 8, 4)
         with pytest.raises(ValueError, match="there are 2 for 4 processes"):
             favor.favor_attention(query, query, query, features="landmark")
+        with pytest.raises(ValueError, match="no cache or state"):
+            favor.favor_attention(query[:, :, :1], query, query, features="pos", is_causal=True)
         for case in (("landmark", 2, True, START, {"selected_keys": 16}), ("pos", 2, False, START, {"window": 32})):
             with pytest.raises(ValueError, match="take padding at the end of sequences alone"):
                 attend(case, some)
