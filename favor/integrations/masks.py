@@ -117,8 +117,6 @@ def favor_mask(
             # Processes that hold pieces of sequences exchange padding: of one piece, if of any.
             is_full = min(counts, default=kv_length) == kv_length and not SEQUENCE_GROUPS
             padding = None if is_full else padding
-    if SEQUENCE_GROUPS and padding is not None:
-        setattr(padding, WHOLE, {})
     shown = torch.ones(1, 1, dtype=torch.bool, device=device) if padding is None else padding
     rows = q_length if pattern.causal and not is_static else 1
     shown = shown[:, None, None, :].expand(batch_size, 1, rows, kv_length)
@@ -193,6 +191,8 @@ def _pattern(mask_function: Callable[..., Any]) -> _Pattern | None:
 def record(mask: Tensor, visibility: Visibility) -> Tensor:
     """Gives a mask that tells the attention function what is visible."""
     mask.favor_visibility = visibility  # type: ignore[attr-defined]
+    if SEQUENCE_GROUPS and visibility.padding is not None and not is_tracing():
+        vars(visibility.padding).setdefault(WHOLE, {})
     return mask
 
 
