@@ -156,7 +156,7 @@ def compare_padding(rank, group):
 
 def compare_dropout(group):
     """Rows are equal but for dropout, and their mean is the output without."""
-    batch = {"input_ids": IDS[:1].expand(500, -1), "attention_mask": MASK[2:3].expand(500, -1)}
+    batch = {"input_ids": IDS[:1, :16].expand(200, -1), "attention_mask": MASK[:1, :16].expand(200, -1)}
     for backend, exact_below in (("favor+", 0), ("landmark", 0), ("favor+", 100)):
         config = partial(hf.BertConfig, attention_probs_dropout_prob=0.5)
         model = OneLayer(backend, hf.BertModel, config, exact_below=exact_below)
@@ -164,7 +164,7 @@ def compare_dropout(group):
             wanted, found = (model.train(drops)(**favor.shard(batch, group))[0] for drops in (False, True))
         deviation = found.std(0)
         assert deviation.min() > 0
-        assert ((found.mean(0) - wanted[0]) / deviation).abs().max() < 6 / 500**0.5
+        assert ((found.mean(0) - wanted[0]) / deviation).abs().max() < 6 / 200**0.5
 
 
 def compare_packed(rank, group):
