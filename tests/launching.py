@@ -147,15 +147,23 @@ class Forked:
         return subprocess.CompletedProcess(command, process.exitcode)
 
 
-def kill_after(step: int, folder: Path, module: str, *words: object) -> None:
-    """Starts a program and kills it with SIGKILL when it has written the checkpoint of a step."""
+def kill_after(step: int, folder: Path, module: str, *words: object, processes: int = 1) -> None:
+    """Starts a program and kills its last process with SIGKILL when it has written the checkpoint of a step.
+
+    Its other processes must end by themselves, with an error.
+    """
     with tempfile.TemporaryDirectory() as logs:
-        (process,) = start(module, words, [Path(logs) / "log.txt"])
+        *others, killed = start(module, words, [Path(logs) / f"{rank}.txt" for rank in range(processes)])
         deadline = time.monotonic() + 120
         while max((int(path.name.split("-")[1]) for path in folder.glob("checkpoint-*")), default=0) < step:
-            assert process.exitcode is None, "the run ended before it could be killed"
+            assert killed.exitcode is None, "the run ended before it could be killed"
             assert time.monotonic() < deadline
             time.sleep(0.002)
-        os.killpg(process.pid, signal.SIGKILL)
-        process.join()
+        os.killpg(killed.pid, signal.SIGKILL)
+        killed.join()
+        for process in others:
+            process.join(60)
+            code = process.exitcode
+            process.kill()
+            assert code, f"a process whose neighbour was killed ended with {code} after at most a minute"
     assert not (folder / "all_results.json").exists()

@@ -24,6 +24,7 @@ from favor.kernels.operands import Operands
 from favor.kernels.ops import attention_and_normaliser
 from favor.registry import Family
 
+WHOLE = "favor_whole"  # attribute of a mask that all layers share: masks of whole sequences, by group
 _ROWS = 4096  # tokens whose features are held at a time
 _NOTHING = -1e30  # logarithm of the weight of no keys, finite so that gradients are
 
@@ -69,13 +70,13 @@ def shard(inputs: dict[str, Tensor], mesh: Any, *, is_causal: bool = False) -> d
     """Takes the piece of this process from the inputs of a model.
 
     Args:
-        inputs: tensors `[B, L, ...]`; L is a multiple of the number of processes.
+        inputs: tensors `[B, L, ...]`; each L is a multiple of the number of processes.
         mesh: as in `sequence_parallel`.
         is_causal: whether labels are those of a causal language model. They are then also given as `shift_labels`,
             shifted before the cut, which transformers prefers to labels.
 
     Returns:
-        the pieces `[B, L / n, ...]`, and `position_ids`.
+        the pieces `[B, L / n, ...]`, and `position_ids` of the first tensor.
 
     Raises:
         ValueError: if the length cannot be divided.
@@ -91,15 +92,13 @@ def shard(inputs: dict[str, Tensor], mesh: Any, *, is_causal: bool = False) -> d
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     inputs = dict(inputs)
     like = next(iter(inputs.values()))
-    length = like.shape[1]
-    if length % size:
-        raise ValueError(f"{length} tokens cannot be cut into {size} equal pieces; pad to a multiple of {size}.")
-    inputs.setdefault("position_ids", torch.arange(length, device=like.device).expand(like.shape[0], -1))
+    inputs.setdefault("position_ids", torch.arange(like.shape[1], device=like.device).expand(like.shape[0], -1))
     if is_causal and "labels" in inputs:
         inputs["shift_labels"] = torch.nn.functional.pad(inputs["labels"][:, 1:], (0, 1), value=-100)
-    piece = length // size
-    some = slice(rank * piece, (rank + 1) * piece)
-    return {name: tensor[:, some].contiguous() for name, tensor in inputs.items()}
+    for length in (tensor.shape[1] for tensor in inputs.values()):
+        if length % size:
+            raise ValueError(f"{length} tokens cannot be cut into {size} equal pieces; pad to a multiple of {size}.")
+    return {name: tensor.chunk(size, 1)[rank].contiguous() for name, tensor in inputs.items()}
 
 
 def _group_of(mesh: Any) -> Any:
@@ -107,17 +106,19 @@ def _group_of(mesh: Any) -> Any:
 
 
 class _Gathered(torch.autograd.Function):
-    """The tensors of all processes, in a new first dimension; gradients are added up where a tensor came from."""
+    """Starts to gather tensors in a new first dimension, which may be read after `wait()` of the second output.
+
+    Gradients are added up where a tensor came from.
+    """
 
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, group: Any) -> Tensor:
+    def forward(ctx: Any, tensor: Tensor, group: Any) -> tuple[Tensor, Any]:
         ctx.group = group
         found = tensor.new_empty(dist.get_world_size(group), *tensor.shape)
-        dist.all_gather(list(found.unbind(0)), tensor.contiguous(), group=group)
-        return found
+        return found, dist.all_gather(list(found.unbind(0)), tensor.contiguous(), group=group, async_op=True)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor, _: None) -> tuple[Tensor, None]:  # type: ignore[override]
         found = torch.empty_like(grad, memory_format=torch.contiguous_format)
         dist.all_to_all_single(found, grad.contiguous(), group=ctx.group)
         return found.sum(0), None
@@ -125,7 +126,9 @@ class _Gathered(torch.autograd.Function):
 
 def gathered(tensor: Tensor, group: Any) -> Tensor:
     """Gives the tensors of all processes, in a new first dimension, with gradients."""
-    return _Gathered.apply(tensor, group)
+    found, work = _Gathered.apply(tensor, group)
+    work.wait()
+    return found
 
 
 class _Exchanged(torch.autograd.Function):
@@ -151,8 +154,11 @@ def exchanged(tensor: Tensor, group: Any) -> Tensor:
 
 
 def gathered_mask(mask: Tensor, group: Any) -> Tensor:
-    """Gives the mask `[B, L]` of whole sequences, from those of pieces."""
-    return gathered(mask.to(torch.uint8), group).movedim(0, 1).flatten(1).to(torch.bool)
+    """Gives the mask `[B, L]` of whole sequences, from those of pieces; one of `favor_mask` keeps the answer."""
+    known: dict[Any, Tensor] = getattr(mask, WHOLE, {})
+    if group not in known:
+        known[group] = gathered(mask.to(torch.uint8), group).movedim(0, 1).flatten(1).to(torch.bool)
+    return known[group]
 
 
 def parallel_attention(
@@ -163,8 +169,9 @@ def parallel_attention(
     Raises:
         ValueError: for what needs whole sequences.
     """
-    if call.packing is not None or call.state is not None or call.relative is not None:
-        raise ValueError("sequence_parallel takes no packed sequences, no state and no relative positions.")
+    has_past = call.state is not None or (call.is_causal and query.shape[2] < key.shape[2])
+    if call.packing is not None or has_past or call.relative is not None:
+        raise ValueError("sequence_parallel takes no packed sequences, no cache or state and no relative positions.")
     if isinstance(family, PositiveFeatures):
         return _by_features(family, query, key, value, call, group)
     if not family.selects_keys:
@@ -238,21 +245,25 @@ def _by_features(
     seen = None if call.key_mask is None else call.key_mask[:, None, :]
     bias = key_bias(family.alpha, key, parameters, call.scale, seen, None)
     weight, mean = _state(key, to_key, bias, value)
-    states = gathered(torch.cat([weight.unsqueeze(-1), mean], -1), group)
+    states, work = _Gathered.apply(torch.cat([weight.unsqueeze(-1), mean], -1), group)
+    near = None
+    if call.is_causal or call.window:  # while the states are on their way
+        own, options = None, dict[str, Any]()
+        if call.window:  # the normaliser is then without the query bias, as that of features is
+            own = query_bias(query, parameters, key.shape[1], offset.shape[-1], call.scale, None)
+            options = {"window": call.window, "scale": call.scale}
+        operands = Operands(query, key, value, to_query, to_key, offset, bias, own)
+        near = attention_and_normaliser(operands, call.kernel, is_causal=call.is_causal, **options)[:2]
+    work.wait()
     weights, means = states[..., 0].clamp(min=_NOTHING), states[..., 1:]
-    if not (call.is_causal or call.window):
+    if near is None:
         weight, mean = _joined(weights, means)
         return _read(query, to_query, offset + weight, mean)[0].to(query.dtype)
-    own, options = None, dict[str, Any]()
-    if call.window:  # the normaliser is then without the query bias, as that of features is
-        own = query_bias(query, parameters, key.shape[1], offset.shape[-1], call.scale, None)
-        options = {"window": call.window, "scale": call.scale}
-    operands = Operands(query, key, value, to_query, to_key, offset, bias, own)
-    out, lse, *_ = attention_and_normaliser(operands, call.kernel, is_causal=call.is_causal, **options)
     rank, place = dist.get_rank(group), torch.arange(len(states), device=states.device).view(-1, 1, 1, 1)
     left_out = place >= rank if call.is_causal else place == rank
     weight, mean = _joined(weights.masked_fill(left_out, _NOTHING), means)
     far, far_lse = _read(query, to_query, offset + weight, mean)
+    out, lse = near
     both = torch.logaddexp(lse, far_lse)
     here, there = ((part - both).exp().unsqueeze(-1) for part in (lse, far_lse))
     return (here * out + there * far).to(query.dtype)

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from favor.attention.functional import HEAD_GROUPS
+from favor.attention.functional import HEAD_GROUPS, SEQUENCE_GROUPS
 from favor.attention.parallel import exchanged, gathered_mask
 from favor.integrations.cache import CACHE_LAYER
 from favor.integrations.exact import Share, share_of
@@ -79,9 +79,9 @@ def _whole_visibility(
     real = torch.ones(shape[::2], dtype=torch.bool, device=key.device) if sees.padding is None else sees.padding
     real = gathered_mask(real, group)
     counts = () if is_tracing(real) else real.sum(1).tolist()  # a GPU waits here, once per mask
-    is_full = bool(counts) and min(counts) == real.shape[1]
+    is_full = bool(counts) and min(counts) == real.shape[1] and (sees.padding is None or not SEQUENCE_GROUPS)
     sees = sees._replace(padding=None if is_full else real, counts=counts)
-    if mask is not None:
+    if hasattr(mask, "favor_visibility"):  # `favor_mask` made it for this forward pass
         setattr(mask, _WHOLE, sees)
     return sees
 

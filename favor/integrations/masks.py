@@ -17,6 +17,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from favor import registry
 from favor.attention.functional import SEQUENCE_GROUPS
+from favor.attention.parallel import WHOLE
 from favor.kernels.dispatch import check_not_scripted, is_tracing
 
 # Arguments that change the result: if one has a value, it is refused rather than dropped.
@@ -190,6 +191,8 @@ def _pattern(mask_function: Callable[..., Any]) -> _Pattern | None:
 def record(mask: Tensor, visibility: Visibility) -> Tensor:
     """Gives a mask that tells the attention function what is visible."""
     mask.favor_visibility = visibility  # type: ignore[attr-defined]
+    if SEQUENCE_GROUPS and visibility.padding is not None and not is_tracing():
+        vars(visibility.padding).setdefault(WHOLE, {})
     return mask
 
 

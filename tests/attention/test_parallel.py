@@ -1,5 +1,8 @@
 """Sequences that are cut over four processes: outputs and gradients are those of one process."""
 
+from types import SimpleNamespace
+from unittest.mock import patch
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -10,6 +13,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import favor
+from favor.attention import parallel
 from favor.kernels.operands import Operands
 from favor.kernels.ops import attention_and_normaliser
 
@@ -50,6 +54,23 @@ def attend(case, some=slice(None)):
     return [out.detach() * rows, *(tensor.grad for tensor in tensors)]
 
 
+def gathering_late(calls):
+    """Replaces `all_gather` by one that gives NaN until it is waited for; notes what is called."""
+    gather, attend_near = torch.no_grad()(dist.all_gather), parallel.attention_and_normaliser
+
+    def start(parts, tensor, group, async_op):
+        calls.append("start")
+        for part in parts:
+            part.fill_(torch.nan if part.is_floating_point() else 255)
+        return SimpleNamespace(wait=lambda: (calls.append("wait"), gather(parts, tensor, group=group)))
+
+    def near(*args, **options):
+        calls.append("near")
+        return attend_near(*args, **options)
+
+    return patch.object(dist, "all_gather", start), patch.object(parallel, "attention_and_normaliser", near)
+
+
 def llama():
     torch.manual_seed(0)
     sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 16}
@@ -60,6 +81,8 @@ def llama():
 def trained(model, batch, group=None):
     """Gives the weights after some steps of plain gradient descent."""
     optimizer = torch.optim.SGD(model.parameters(), 0.3)
+    if group is not None:  # layers run again in the backward pass, and exchange again
+        model.gradient_checkpointing_enable()
     for _ in range(20):
         model(**batch, num_items_in_batch=100).loss.backward()
         for parameter in model.parameters() if group is not None else ():
@@ -93,8 +116,11 @@ def in_pieces(rank, address):
     group, some = dist.group.WORLD, slice(rank * LENGTH // PIECES, (rank + 1) * LENGTH // PIECES)
     for case in CASES:
         wanted = attend(case)
-        with favor.sequence_parallel(group):
+        late, noted = gathering_late(calls := [])
+        with favor.sequence_parallel(group), late, noted:
             found = attend(case, some)
+        if case[0] != "landmark" and (case[2] or "window" in case[4]):
+            assert calls[-3:] == ["start", "near", "wait"]  # own keys while the states of others are on their way
         for own, whole in zip(found, wanted, strict=True):
             error = (own - whole[:, :, some]).abs().max() / whole.abs().max()
             assert error < 1e-5, (case, error)
@@ -109,6 +135,8 @@ def in_pieces(rank, address):
         query = torch.randn(1, 2, 8, 4)
         with pytest.raises(ValueError, match="there are 2 for 4 processes"):
             favor.favor_attention(query, query, query, features="landmark")
+        with pytest.raises(ValueError, match="no cache or state"):
+            favor.favor_attention(query[:, :, :1], query, query, features="pos", is_causal=True)
         for case in (("landmark", 2, True, START, {"selected_keys": 16}), ("pos", 2, False, START, {"window": 32})):
             with pytest.raises(ValueError, match="take padding at the end of sequences alone"):
                 attend(case, some)

@@ -1,5 +1,8 @@
 """Two processes that share out heads of sequences, or parameters and rows: all is as in one process."""
 
+from functools import partial
+from unittest.mock import patch
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -14,6 +17,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import favor
+from favor.attention import parallel
+from favor.integrations.backend import favor_attention_forward
 from favor.integrations.layer import attention_modules, change_state, stored_choice
 from favor.models.bert import PerformerBertConfig, PerformerBertForSequenceClassification
 from favor.models.conformer import ConformerForCTC
@@ -53,9 +58,38 @@ def mistral(backend, **options):
     return text_model(hf.MistralForCausalLM, config, backend, **options)
 
 
-def t5(backend, **options):
+def t5(backend, kind=hf.T5EncoderModel, **options):
     sizes = {"d_model": 16, "d_kv": 4, "d_ff": 16, "num_layers": 2, "num_heads": 4, "initializer_factor": 3.0}
-    return text_model(hf.T5EncoderModel, hf.T5Config(**sizes, vocab_size=50), backend, **options)
+    return text_model(kind, hf.T5Config(**sizes, vocab_size=50), backend, **options)
+
+
+class OneLayer(torch.nn.Module):
+    """Has the attention of one layer of a model of speech, whose convolutions would need the frames of neighbours."""
+
+    def __init__(self, backend, kind, config, **options):
+        super().__init__()
+        torch.manual_seed(0)
+        speech = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 16}
+        model = favor.configure(kind(config(**speech)), backend, **{"exact_below": 0, **options})
+        *_, self.layer = attention_modules(model).values()
+        self.table = torch.nn.Embedding(50, 16)
+        for parameter in self.parameters():
+            torch.nn.init.normal_(parameter, std=0.5)
+        self.eval()
+
+    def forward(self, input_ids, attention_mask, position_ids=None):
+        return self.layer(self.table(input_ids), attention_mask=attention_mask, position_embeddings=None)
+
+
+def wav2vec2(backend, positions, **options):
+    def config(**sizes):
+        return hf.Wav2Vec2BertConfig(**sizes, feature_projection_input_dim=8, position_embeddings_type=positions)
+
+    return OneLayer(backend, hf.Wav2Vec2BertModel, config, **options)
+
+
+def parakeet(backend, **options):
+    return OneLayer(backend, hf.ParakeetEncoder, hf.ParakeetEncoderConfig, **options)
 
 
 HEADS = {
@@ -69,20 +103,28 @@ HEADS = {
     "landmarks of a decoder": (llama, "landmark", {"selected_keys": 16}),
     "local layers": (mistral, "landmark", {}),
     "a table of positions": (t5, "landmark", {"selected_keys": 8}),
+    "cross attention": (t5, "landmark", {"selected_keys": 8, "kind": hf.T5ForConditionalGeneration}),
+    "cross attention by features": (t5, "favor+", {"kind": hf.T5ForConditionalGeneration}),
+    "positions that queries ask for": (wav2vec2, "favor+", {"positions": "relative_key"}),
+    "waves that queries ask for": (wav2vec2, "landmark", {"selected_keys": 8, "positions": "relative"}),
+    "exact waves": (parakeet, "landmark", {"exact_below": 100}),
 }
 
 
 def answered(model, batch):
     """Gives outputs of real tokens, and the gradients."""
-    out = model(**batch)[0] * batch["attention_mask"].unsqueeze(-1)
+    out = model(**batch)[0]
+    out = out if "decoder_input_ids" in batch else out * batch["attention_mask"].unsqueeze(-1)
     out.square().sum().div(1000).backward()
     return out.detach(), torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
 
 
 def compare_heads(rank, group):
-    wrong, some = {}, slice(rank * LENGTH // 2, (rank + 1) * LENGTH // 2)
+    wrong = {}
     for name, (make, backend, options) in HEADS.items():
         batch = {"input_ids": IDS, "attention_mask": MASK}
+        if "kind" in options:
+            batch["decoder_input_ids"] = IDS[:, : LENGTH // 2]
         wanted, wanted_gradients = answered(make(backend, **options), batch)
         piece = favor.shard(batch, group)
         if make is t5:
@@ -91,11 +133,38 @@ def compare_heads(rank, group):
         with favor.sequence_parallel(group, heads=True):
             found, gradients = answered(model, piece)
         dist.all_reduce(gradients)
-        errors = [(found - wanted[:, some]).abs().max() / wanted.abs().max()]
+        errors = [(found - wanted.chunk(2, 1)[rank]).abs().max() / wanted.abs().max()]
         errors.append((gradients - wanted_gradients).abs().max() / wanted_gradients.abs().max())
         if not (errors[0] < 1e-5 and errors[1] < 5e-5):  # large weights amplify rounding of gradients, up to 2e-5
             wrong[name] = errors
     assert not wrong, wrong
+
+
+def compare_padding(rank, group):
+    """Only the second piece has padding, which all layers of a model exchange once."""
+    batch = {"input_ids": IDS[:1], "attention_mask": MASK[:1]}
+    for backend, options in (("favor+", {"window": 8}), ("landmark", {"selected_keys": 8})):
+        model = bert(backend, **options)
+        with torch.no_grad(), patch.object(parallel, "gathered", wraps=parallel.gathered) as exchange:
+            wanted = model(**batch).logits
+            with favor.sequence_parallel(group):
+                found = model(**favor.shard(batch, group)).logits
+        error = (found - wanted.chunk(2, 1)[rank])[batch["attention_mask"].chunk(2, 1)[rank] > 0].abs().max()
+        assert error < 1e-5 * wanted.abs().max()
+        assert [call.args[0].dtype for call in exchange.call_args_list].count(torch.uint8) == 1
+
+
+def compare_dropout(group):
+    """Rows are equal but for dropout, and their mean is the output without."""
+    batch = {"input_ids": IDS[:1, :16].expand(200, -1), "attention_mask": MASK[:1, :16].expand(200, -1)}
+    for exact_below in (0, 100):
+        config = partial(hf.BertConfig, attention_probs_dropout_prob=0.5)
+        model = OneLayer("favor+", hf.BertModel, config, exact_below=exact_below)
+        with torch.no_grad(), favor.sequence_parallel(group, heads=True):
+            wanted, found = (model.train(drops)(**favor.shard(batch, group))[0] for drops in (False, True))
+        deviation = found.std(0)
+        assert deviation.min() > 0
+        assert ((found.mean(0) - wanted[0]) / deviation).abs().max() < 6 / 200**0.5
 
 
 def compare_packed(rank, group):
@@ -127,6 +196,13 @@ def refuse_in_heads(group):
         cache = llama("favor+")(**piece, use_cache=True).past_key_values
         with pytest.raises(ValueError, match="LlamaAttention got a cache or state"):
             llama("favor+")(input_ids=IDS[:, :1], past_key_values=cache)
+        with pytest.raises(ValueError, match="LlamaAttention got a cache or state"):
+            llama("favor+")(**piece, favor_state=cache)
+        with pytest.raises(ValueError, match="MistralAttention got a mask of all pairs of tokens"):
+            mistral("favor+")(**piece, attention_mask=torch.ones(4, 1, LENGTH // 2, LENGTH // 2, dtype=torch.bool))
+        *_, layer = attention_modules(bert("favor+")).values()
+        with pytest.raises(ValueError, match="a position bias for each pair of tokens belongs to one piece"):
+            favor_attention_forward("favor+", layer, query, query, query, None, position_bias=torch.randn(1, 2, 8, 8))
 
 
 def performer():
@@ -188,6 +264,8 @@ def in_two(rank, folder):
     set_small_sections(pytest.MonkeyPatch())
     dist.init_process_group("gloo", init_method=f"file://{folder / 'rendezvous'}", rank=rank, world_size=2)
     compare_heads(rank, dist.group.WORLD)
+    compare_padding(rank, dist.group.WORLD)
+    compare_dropout(dist.group.WORLD)
     compare_packed(rank, dist.group.WORLD)
     refuse_in_heads(dist.group.WORLD)
     compare_rows(rank, init_device_mesh("cpu", (2,)), folder)

@@ -275,8 +275,9 @@ def open_run(folder: Path, settings: dict[str, Any], resume: bool, overwrite: bo
         )
     if there and resume and (folder / SETTINGS).exists():
         before = read_json(folder / SETTINGS)
+        labels = {"num_processes": "num_processes, divided by --sequence_parallel where a program has it,"}
         changed = [
-            f"{name} was {before.get(name)!r} and is {settings.get(name)!r}"
+            f"{labels.get(name, name)} was {before.get(name)!r} and is {settings.get(name)!r}"
             for name in sorted({*before, *settings})
             if before.get(name) != settings.get(name)
         ]
