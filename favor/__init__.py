@@ -11,7 +11,7 @@ from typing import Any
 
 from favor import features, landmark, registry  # noqa: F401  landmark adds its family
 from favor.attention import favor_attention
-from favor.attention.parallel import sequence_parallel, shard
+from favor.attention.parallel import sequence_parallel, shard, unshard
 from favor.config import FavorConfig
 from favor.integrations.adapt.calibrate import calibrate
 from favor.integrations.adapt.convert import convert
@@ -37,6 +37,7 @@ __all__ = [
     "registry",
     "sequence_parallel",
     "shard",
+    "unshard",
 ]
 
 register()

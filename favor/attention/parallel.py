@@ -101,6 +101,27 @@ def shard(inputs: dict[str, Tensor], mesh: Any, *, is_causal: bool = False) -> d
     return {name: tensor.chunk(size, 1)[rank].contiguous() for name, tensor in inputs.items()}
 
 
+def unshard(piece: Tensor, mesh: Any) -> Tensor:
+    """Joins pieces of an output, in all processes; the reverse of `shard`.
+
+    Args:
+        piece: `[B, L / n, ...]`, of the tokens of this process.
+        mesh: as in `sequence_parallel`.
+
+    Returns:
+        the whole `[B, L, ...]`. A piece gets the sum of the gradients of all processes: where each of them computes the
+        whole loss, average the gradients of weights over the processes.
+
+    Example:
+        >>> import torch, favor
+        >>> torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+        >>> favor.unshard(torch.zeros(2, 4, 3), torch.distributed.group.WORLD).shape
+        torch.Size([2, 4, 3])
+        >>> torch.distributed.destroy_process_group()
+    """
+    return gathered(piece, _group_of(mesh)).movedim(0, 1).flatten(1, 2)
+
+
 def _group_of(mesh: Any) -> Any:
     return mesh.get_group() if hasattr(mesh, "get_group") else mesh
 
@@ -157,7 +178,7 @@ def gathered_mask(mask: Tensor, group: Any) -> Tensor:
     """Gives the mask `[B, L]` of whole sequences, from those of pieces; one of `favor_mask` keeps the answer."""
     known: dict[Any, Tensor] = getattr(mask, WHOLE, {})
     if group not in known:
-        known[group] = gathered(mask.to(torch.uint8), group).movedim(0, 1).flatten(1).to(torch.bool)
+        known[group] = unshard(mask.to(torch.uint8), group).to(torch.bool)
     return known[group]
 
 

@@ -16,6 +16,7 @@ from transformers.models.lasr.modeling_lasr import (
 )
 from transformers.utils.output_capturing import capture_outputs
 
+from favor.attention.parallel import unshard
 from favor.models.conformer.chunks import EXACT, Chunks, check_chunks
 from favor.models.conformer.configuration_conformer import TRANSDUCER, ConformerConfig, subsampled_frames
 from favor.models.conformer.encoder_layers import ConformerAttention, ConformerBlock
@@ -135,8 +136,9 @@ class ConformerModel(ConformerPreTrainedModel):
                 hidden_states, attention_mask=mask, position_embeddings=embeddings, real=real, chunks=chunks, **kwargs
             )
         hidden_states = self.out_norm(hidden_states)
-        joined = hidden_states if pieces is None else pieces.joined(hidden_states)
-        return EncoderOutput(last_hidden_state=joined, attention_mask=every)
+        if pieces is not None:
+            hidden_states = unshard(hidden_states, pieces.group)[:, : pieces.shape[1]]
+        return EncoderOutput(last_hidden_state=hidden_states, attention_mask=every)
 
     def subsample(self, input_features: Tensor) -> Tensor:
         """Turns features `[B, T, num_mel_bins]` into frames `[B, L, C]`; raises ValueError if L would be 0."""

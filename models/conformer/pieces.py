@@ -73,10 +73,6 @@ class FramePieces:
         padded = functional.pad(own, (0, 0, 0, number - own.shape[1]))
         return padded, functional.pad(real, (0, self.length - real.shape[1]))
 
-    def joined(self, hidden_states: Tensor) -> Tensor:
-        """Gives the frames `[B, L, C]` of whole recordings, from the pieces of all processes."""
-        return gathered(hidden_states, self.group).movedim(0, 1).flatten(1, 2)[:, : self.shape[1]]
-
 
 def with_neighbours(hidden_states: Tensor, left: int, right: int, group: Any) -> Tensor:
     """Puts before `[B, C, T]` the last `left` frames of the previous process, and after it the first of the next.
