@@ -197,7 +197,8 @@ def slowdowns(paths: Sequence[Path], card: str) -> dict[Shape, float]:
     for path in paths:
         content = json.loads(path.read_text())
         settings = content["settings"]
-        heads = settings["batch_size"] * settings["heads"]
+        older = {"batch_size": "per_device_eval_batch_size", "heads": "num_attention_heads"}  # names in older files
+        heads = math.prod(settings.get(now, settings.get(before)) for before, now in older.items())
         for cell in content["cells"] if card in content["machine"] else ():
             if cell["timing"] and is_baseline(cell["method"]):
                 direction, passes = cell["panel"].split(", ")

@@ -1,5 +1,6 @@
 """Counts of the roofline are those that PyTorch and the operators make, and those of tensors."""
 
+import json
 from functools import partial
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
 import favor
+from favor.eval.speed import __main__ as speed
 from favor.eval.speed import roofline
 from favor.eval.speed.roofline import FEATURES, Shape
 from favor.kernels.eager import causal
@@ -106,3 +108,19 @@ def test_crossover_and_page(ran):
             assert late is None if method is roofline.softmax else early <= late
     _, text = ran(roofline, "--lengths", 1024, 4096, code=0)
     assert all(name in text for name in (*roofline.ENCODERS, *roofline.DECODERS))
+
+
+@pytest.mark.parametrize("older", [False, True])
+def test_measured_times_are_read_from_results_of_the_benchmark(older, ran, tmp_path):
+    """And of the pages here, whose names of options are older."""
+    words = ["--device", "cpu", "--per_device_eval_batch_size", "4"]
+    content = speed.context(speed.parse_arguments(words), words) | {"machine": "NVIDIA H200"}
+    if older:
+        content["settings"] = {"batch_size": 4, "heads": speed.HEADS, "head_dim": speed.HEAD_DIM}
+    least = roofline.seconds(roofline.softmax(Shape(LENGTH, 64, True, False)), roofline.CARDS["H200"], 4 * speed.HEADS)
+    cell = {"panel": "causal, forward", "method": "sdpa:flash", "length": LENGTH, "timing": {"median": 3 * least[0]}}
+    (tmp_path / "speed.json").write_text(json.dumps(content | {"cells": [cell]}))
+    found = roofline.slowdowns([tmp_path / "speed.json"], "H200")
+    assert found == {Shape(LENGTH, 64, True, False): pytest.approx(3)}
+    assert roofline.slowdowns([tmp_path / "speed.json"], "H100") == {}
+    ran(roofline, "--lengths", 1024, "--measured", tmp_path / "speed.json", code=0)
