@@ -27,7 +27,7 @@ HEAD_GROUPS: list[Any] = []
 
 
 def sequence_group() -> Any:
-    """Gives the innermost group of processes that share sequences, in either way; None if there is none."""
+    """Gives the group of processes that share sequences: in pieces, or else as heads; None if there is none."""
     return (SEQUENCE_GROUPS or HEAD_GROUPS or [None])[-1]
 
 

@@ -13,7 +13,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from favor import registry
 from favor.attention import favor_attention
-from favor.attention.functional import HEAD_GROUPS
+from favor.attention.functional import HEAD_GROUPS, SEQUENCE_GROUPS
 from favor.attention.packing import Packing
 from favor.config import FavorConfig, feature_family
 from favor.features import Parameters
@@ -175,8 +175,13 @@ def _needs_all_pairs(module: nn.Module, relative: Any, length: int, keys: int, p
 
 
 def _check_choice(plan: _Plan, choice: dict[str, Any], state: Any, keys: int) -> None:
-    """Raises a ValueError where no length or head may be exact: with a state, and in part in exported programs."""
+    """Raises a ValueError where no length may be exact: with a state, in pieces, and in part in exported programs."""
     bound = plan.exact_below
+    if SEQUENCE_GROUPS and bound:
+        raise ValueError(
+            "inside sequence_parallel each process would choose by the length of its own piece whether attention is "
+            f"exact. Set exact_below=0 (it is {bound})."
+        )
     if state is not None and (bound or choice.get("exact_heads")):
         instead = f"set exact_below=0 (it is {bound})." if bound else "keep no exact heads."
         raise ValueError(

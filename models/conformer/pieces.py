@@ -14,7 +14,7 @@ from torch.nn import functional
 from favor import registry
 from favor.attention.functional import HEAD_GROUPS, SEQUENCE_GROUPS, sequence_group
 from favor.attention.parallel import gathered
-from favor.integrations.pieces import piece_multiple
+from favor.integrations.piece_length import piece_multiple
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ def with_neighbours(hidden_states: Tensor, left: int, right: int, group: Any) ->
     Zeros take their place at the ends of the recordings.
     """
     length, rank = hidden_states.shape[-1], dist.get_rank(group)
-    ends = gathered(hidden_states[..., [*range(length - left, length), *range(right)]], group)
+    ends = gathered(torch.cat((hidden_states[..., length - left :], hidden_states[..., :right]), -1), group)
     before, after = ends[rank - 1, ..., :left], ends[(rank + 1) % len(ends), ..., left:]
     # Not new zeros: the backward pass of every process takes part in the exchange of gradients.
     before = before if rank else 0 * before

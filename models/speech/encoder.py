@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -59,12 +59,12 @@ class PaddedBatchNorm(nn.BatchNorm1d):
         number = counts.sum(0)
         mean = (counts * means).sum(0) / number
         variance = (squares + counts * (means - mean).square()).sum(0) / number
-        running: Any = (self.running_mean, self.running_var)
-        if (total := int(number[0])) > 1:
-            for kept, new in zip(running, (mean, variance * total / (total - 1)), strict=True):
-                kept.lerp_(new.detach().to(kept.dtype), momentum)
-        else:
-            mean, variance = running
+        kept_mean, kept_variance = cast(Tensor, self.running_mean), cast(Tensor, self.running_var)
+        enough = number > 1  # as in one process, one frame takes the statistics so far
+        mean, variance = torch.where(enough, mean, kept_mean), torch.where(enough, variance, kept_variance)
+        unbiased = torch.where(enough, variance * number / (number - 1).clamp(min=1), kept_variance)
+        kept_mean.lerp_(mean.detach().to(kept_mean.dtype), momentum)
+        kept_variance.lerp_(unbiased.detach().to(kept_variance.dtype), momentum)
         return ((wide - mean) * (variance + self.eps).rsqrt() * self.weight + self.bias).to(rows.dtype)
 
 

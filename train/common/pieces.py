@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from transformers import PreTrainedModel
 
 import favor
-from favor.integrations.pieces import piece_multiple
+from favor.integrations.piece_length import piece_multiple
 from favor.landmark.causal import BLOCK
 from favor.train.common.arguments import SOFTMAX_BOUND, refuse
 from favor.train.common.pretrained import positions_of

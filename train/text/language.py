@@ -239,7 +239,7 @@ def train_model(
     check_positions(model, arguments.text.max_length)
     train_loader, eval_loader = make_loaders(arguments, objective, tokenizer, seed)
     pieces = pieces_of(accelerator, model, arguments.to_dict())
-    pieces.check(model, train_loader)
+    pieces.check(model, eval_loader)
     optimizer, clipped = make_optimizer(model, arguments.train, arguments.head, model.config.vocab_size)
     prepared = (*accelerator.prepare(model, optimizer), pieces.prepare(train_loader))
     eval_loader = pieces.prepare(eval_loader)

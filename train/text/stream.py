@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from itertools import chain, count, islice
+from pathlib import Path
 from typing import Any
 
 from datasets import IterableDataset, load_dataset
@@ -23,18 +24,19 @@ def open_split(name: str, split: str) -> IterableDataset:
 
     Raises ValueError if the data set or its split cannot be read, or has no column text.
     """
-    path, _, config = name.partition(":")
+    path, _, config = (name, "", "") if Path(name).exists() else name.partition(":")
     try:
         dataset = load_dataset(path, config or None, split=split, streaming=True)
         row: dict[str, Any] = next(iter(dataset), {})
-    except (OSError, ValueError, RuntimeError) as error:
+    except (OSError, ValueError, RuntimeError, StopIteration) as error:  # the last one for an empty file
         other = "; or give --validation_file" if split == VALIDATION else ""
         raise ValueError(
             f"dataset_name must be a data set of the hub, or a folder, with the split {split}, got {name}: "
-            f"{error}{other}"
+            f"{str(error) or 'an empty file'}{other}"
         ) from error
     if not isinstance(row.get("text", 0), str | None):
-        raise ValueError(f"{name}, {split}, must have texts in the column text, got {', '.join(row) or 'no rows'}")
+        kinds = ", ".join(f"{column} ({type(value).__name__})" for column, value in row.items())
+        raise ValueError(f"{name}, {split}, must have texts in the column text, got {kinds or 'no rows'}")
     return dataset.select_columns("text")
 
 

@@ -285,7 +285,12 @@ def test_two_processes_take_turns_in_a_stream(learn, decoder_folder, shards, tmp
 
 
 def test_streams_that_cannot_be_read_are_named(adapt, shards, text, tmp_path):
-    for name, rows in {"bare": '{"words": "good"}', "short": '{"text": "good film"}', "none": '{"text": null}'}.items():
+    for name, rows in {
+        "bare": '{"words": "good"}',
+        "short": '{"text": "good film"}',
+        "none": '{"text": null}',
+        "empty": "",
+    }.items():
         (tmp_path / name).mkdir()
         (tmp_path / name / "train.jsonl").write_text(rows)
     stream = {"train_file": None, "dataset_name": shards}
@@ -296,7 +301,11 @@ def test_streams_that_cannot_be_read_are_named(adapt, shards, text, tmp_path):
         (stream | {"max_train_samples": 9}, "max_train_samples is for train_file"),
         (stream | {"dataset_name": tmp_path / "absent"}, "with the split train, got .*absent: Couldn't find any data"),
         (stream | {"dataset_name": f"{shards}:en"}, r"with the split train, got .*:en: .*Available: \['default'\]"),
-        (stream | {"dataset_name": tmp_path / "bare"}, "bare, train, must have texts in the column text, got words"),
+        (
+            stream | {"dataset_name": tmp_path / "bare"},
+            r"bare, train, must have texts in the column text, got words \(str\)",
+        ),
+        (stream | {"dataset_name": tmp_path / "empty"}, "with the split train, got .*empty: an empty file"),
         (stream | {"dataset_name": tmp_path / "short"}, "with the split validation, .* or give --validation_file"),
         (
             stream | {"dataset_name": tmp_path / "short", "validation_file": text},
