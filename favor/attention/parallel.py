@@ -77,7 +77,7 @@ def _warn_of_convolutions(module: nn.Module, _: Any) -> None:
         return
     if any(width > stride for width, stride in zip(module.kernel_size, module.stride, strict=True)):
         warnings.warn(
-            f"a convolution {tuple(module.kernel_size)} inside sequence_parallel reads neighbouring tokens. At the ends "
+            f"a convolution {tuple(module.kernel_size)} inside sequence_parallel reads neighbouring tokens. At ends "
             "of pieces other processes hold them, and results are wrong there, unless its input is whole.",
             stacklevel=2,
         )
