@@ -7,7 +7,6 @@ their pieces of all heads for whole sequences of some heads.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -15,8 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.nn.modules.module import register_module_forward_pre_hook
+from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from favor.attention.functional import HEAD_GROUPS, SEQUENCE_GROUPS, AttentionCall, whole_attention
@@ -26,7 +24,6 @@ from favor.kernels.operands import Operands
 from favor.kernels.ops import attention_and_normaliser
 from favor.registry import Family
 
-TAKES_PIECES = "favor_takes_pieces"  # attribute of convolutions whose model exchanges the ends of pieces
 WHOLE = "favor_whole"  # attribute of a mask that all layers share: masks of whole sequences, by group
 _ROWS = 4096  # tokens whose features are held at a time
 _NOTHING = -1e30  # logarithm of the weight of no keys, finite so that gradients are
@@ -63,24 +60,10 @@ def sequence_parallel(mesh: Any, *, heads: bool = False) -> Iterator[None]:
     """
     groups = HEAD_GROUPS if heads else SEQUENCE_GROUPS
     groups.append(_group_of(mesh))
-    watch = register_module_forward_pre_hook(_warn_of_convolutions)
     try:
         yield
     finally:
-        watch.remove()
         groups.pop()
-
-
-def _warn_of_convolutions(module: nn.Module, _: Any) -> None:
-    """Warns of a layer that reads tokens of other pieces; those with the attribute `TAKES_PIECES` get them."""
-    if not isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d) or hasattr(module, TAKES_PIECES):
-        return
-    if any(width > stride for width, stride in zip(module.kernel_size, module.stride, strict=True)):
-        warnings.warn(
-            f"a convolution {tuple(module.kernel_size)} inside sequence_parallel reads neighbouring tokens. At ends "
-            "of pieces other processes hold them, and results are wrong there, unless its input is whole.",
-            stacklevel=2,
-        )
 
 
 def shard(inputs: dict[str, Tensor], mesh: Any, *, is_causal: bool = False) -> dict[str, Tensor]:

@@ -37,6 +37,7 @@ from favor.integrations.layer import (
 )
 from favor.integrations.loading import register_loading, watch_adapters
 from favor.integrations.masks import favor_mask, refuse, visibility
+from favor.integrations.piece_length import warn_of_convolutions
 from favor.integrations.positions import relative_of
 from favor.integrations.stored import weights_of
 from favor.kernels import StreamState
@@ -226,6 +227,8 @@ def _estimated(
 ) -> Tensor:
     """Computes attention `[B, L, H, dv]` with the parameters that the layer stores; some heads may stay exact."""
     module, causal, choice = call.module, call.sees.causal, stored_choice(call.module)
+    if SEQUENCE_GROUPS:
+        warn_of_convolutions(module)
     if plan.statistics == "corrected" and (causal or decodes(module)):
         raise ValueError('statistics="corrected" is for encoders; a decoder needs "calibrated" (see favor.calibrate).')
     stored = None if plan.statistics == "batch" else _stored(module, choice, plan)

@@ -14,6 +14,7 @@ from favor.attention.parallel import exchanged, gathered_mask
 from favor.integrations.cache import CACHE_LAYER
 from favor.integrations.exact import Share, share_of
 from favor.integrations.masks import Visibility, record, visibility
+from favor.integrations.piece_length import warn_of_convolutions
 from favor.integrations.positions import relative_of
 from favor.kernels.dispatch import is_tracing
 
@@ -38,6 +39,7 @@ def with_whole_sequences(
     Raises:
         ValueError: if heads cannot be shared out, and with a cache or a mask of all pairs.
     """
+    warn_of_convolutions(module)
     group, number = HEAD_GROUPS[-1], tensors[1].shape[1]
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     if number % size:

@@ -1,10 +1,12 @@
-"""How long the pieces of sequences may be that a model takes inside `favor.sequence_parallel`."""
+"""Models inside `favor.sequence_parallel`: how long their pieces may be, and which ones need more than a piece."""
 
 from __future__ import annotations
 
 import math
+import warnings
 from typing import Any
 
+import torch
 from torch import nn
 
 from favor import registry
@@ -29,3 +31,17 @@ def piece_multiple(model: nn.Module, size: int) -> int:
         else:
             sizes.append(stored_choice(module).get("window", options.get("window")) or 1)
     return math.lcm(*sizes)
+
+
+def warn_of_convolutions(module: nn.Module) -> None:
+    """Warns if the configuration of an attention module names convolutions, and its model does not exchange frames."""
+    if torch.compiler.is_compiling():
+        return
+    named = vars(getattr(module, "config", None) or module)
+    sizes = [name for name, size in named.items() if "conv" in name and isinstance(size, int) and size > 1]
+    if sizes and not getattr(module, "favor_takes_pieces", False):
+        warnings.warn(
+            f"the model of {type(module).__name__} has convolutions ({', '.join(sizes)}). Inside sequence_parallel "
+            "they do not see the tokens of other processes, and results are wrong near the ends of pieces.",
+            stacklevel=2,
+        )

@@ -73,6 +73,8 @@ class ConformerConvolution(LasrEncoderConvolutionModule):
 class ConformerAttention(LasrEncoderAttention):
     """Self-attention with rotary positions; the backend is that of the configuration."""
 
+    favor_takes_pieces = True  # inside `favor.sequence_parallel` the convolutions of the model get frames of neighbours
+
     def __init__(self, config: ConformerConfig, layer_idx: int) -> None:
         super().__init__(config, layer_idx)
         self.is_causal = config.causal

@@ -16,7 +16,7 @@ from transformers.models.lasr.modeling_lasr import (
 )
 from transformers.utils.output_capturing import capture_outputs
 
-from favor.attention.parallel import TAKES_PIECES, unshard
+from favor.attention.parallel import unshard
 from favor.models.conformer.chunks import EXACT, Chunks, check_chunks
 from favor.models.conformer.configuration_conformer import TRANSDUCER, ConformerConfig, subsampled_frames
 from favor.models.conformer.encoder_layers import ConformerAttention, ConformerBlock
@@ -45,13 +45,6 @@ class ConformerPreTrainedModel(LasrPreTrainedModel):
         if isinstance(module, nn.Linear | nn.Conv1d):
             # Deviations depend on the width, as in torch: a fixed deviation of 0.02 is too small for narrow models.
             init.kaiming_uniform_(module.weight, a=5**0.5)
-
-    def post_init(self) -> None:
-        """Completes the model; its convolutions may run in pieces of recordings."""
-        super().post_init()
-        for module in self.modules():
-            if isinstance(module, nn.Conv1d):
-                setattr(module, TAKES_PIECES, True)
 
     def subsampled_lengths(self, lengths: Count) -> Count:
         """Counts encoder frames, given numbers of feature frames: of an utterance, or `[B]`."""

@@ -193,6 +193,8 @@ def refuse_in_heads(group):
             favor.favor_attention(query, query, query, features="pos")
         with pytest.raises(ValueError, match="inside sequence_parallel LlamaAttention would be exact"):
             favor.calibrate(llama("favor+"), [piece])
+        with pytest.warns(UserWarning, match=r"ParakeetEncoderAttention has convolutions \(conv_kernel_size, "):
+            parakeet("landmark", exact_below=100)(**piece, attention_mask=MASK[:, : LENGTH // 2])
         cache = llama("favor+")(**piece, use_cache=True).past_key_values
         with pytest.raises(ValueError, match="LlamaAttention got a cache or state"):
             llama("favor+")(input_ids=IDS[:, :1], past_key_values=cache)

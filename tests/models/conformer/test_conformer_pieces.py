@@ -71,10 +71,6 @@ def compare(rank, folder):
             build(ConformerForCTC, "favor+")(FEATURES, chunks=Chunks(4))
         with pytest.raises(ValueError, match="a Conformer takes no layerdrop"):
             build(ConformerForCTC, "favor+", layerdrop=0.1).train()(FEATURES)
-        with pytest.warns(
-            UserWarning, match=r"a convolution \(3,\) inside sequence_parallel reads neighbouring tokens"
-        ):
-            torch.nn.Conv1d(4, 4, 3)(torch.zeros(1, 4, 8))
     dist.destroy_process_group()
 
 
