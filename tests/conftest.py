@@ -11,8 +11,10 @@ os.environ["OMP_NUM_THREADS"] = "1"
 
 import gc
 import gzip
+import importlib
 import json
 import random
+from multiprocessing import forkserver
 from pathlib import Path
 
 import pytest
@@ -27,8 +29,14 @@ WORDS = ("good", "bad", "film", "plot", "the", "a", "was", "is", "not", "very", 
 
 
 def pytest_collection_finish():
-    """Lets later collections of garbage, of which each training does some, leave out what the imports brought."""
+    """Lets later collections of garbage, of which each training does some, leave out what the imports brought.
+
+    In a run of all tests it also starts the server of forked processes, before a test does so with fewer modules.
+    """
     gc.freeze()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        importlib.import_module("launching")
+        forkserver.ensure_running()
 
 
 @pytest.fixture(autouse=True, scope="session")

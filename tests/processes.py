@@ -4,13 +4,14 @@ import multiprocessing
 import time
 
 import torch.multiprocessing
+from launching import PRELOADED
 
 SECONDS = 300
 
 
 def run_several(function, *args, number=2):
     """Calls `function(rank, *args)` in fresh copies of a server and waits; what one raises is raised here."""
-    multiprocessing.set_forkserver_preload(["favor.optim", "favor.models.conformer"])
+    multiprocessing.set_forkserver_preload(PRELOADED)  # the server is also that of `launching`, whoever starts it
     options = {"nprocs": number, "start_method": "forkserver", "join": False}
     both = torch.multiprocessing.start_processes(function, args, **options)
     deadline = time.monotonic() + SECONDS
