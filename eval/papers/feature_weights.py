@@ -32,6 +32,7 @@ from favor.eval.approximation.model import load, text_inputs
 from favor.eval.common import report
 from favor.eval.common.pretrained import PACKAGE, minilm_path
 from favor.eval.common.program import add_results, device_or_default
+from favor.eval.papers.common import panels, save
 from favor.integrations.adapt.observe import Observation, observe, relative_error
 from favor.integrations.layer import attention_modules
 from favor.registry import family_of
@@ -166,6 +167,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                         model(**text_inputs(model, sample))
     rows = summary(arguments, found, seconds)
     lines = report_lines(arguments, rows, Path(path).name if arguments.model else f"the MiniLM of {PACKAGE}")
+    plot(rows, arguments.output_dir / f"{arguments.name}.png")
     content = report.context_of("favor.eval.papers.feature_weights", argv, ("transformers",))
     report.finish(arguments, lines, content | {"rows": rows, "seeds": arguments.seeds}, acceptance(rows))
     return 0
@@ -229,6 +231,23 @@ def by_panel(rows: Sequence[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
         window = f"window {row['window']}" if row["window"] else "no window"
         groups.setdefault(f"{row['text']}, {window}", []).append(row)
     return groups
+
+
+def plot(rows: Sequence[dict[str, Any]], path: Path) -> None:
+    """Draws KL against the number of features, one panel per text and window."""
+    groups = by_panel(rows)
+    figure, grid = panels(1, len(groups), 4, 3.4)
+    for axes, (title, group) in zip(grid[0], groups.items(), strict=True):
+        for number, backend in enumerate(dict.fromkeys(row["backend"] for row in rows)):
+            for kind, marker in ((PLAIN, ".-"), (WEIGHTS, "o"), (REFINED, "*")):
+                own = [(r["M"], r["kl"]) for r in group if (r["backend"], r["kind"]) == (backend, kind)]
+                label = backend if kind == PLAIN else f"{backend}, {kind}"
+                if own:
+                    axes.plot(*zip(*own, strict=True), marker, color=f"C{number}", label=label)
+        axes.set(title=title, xlabel="features", xscale="log")
+        axes.set_ylim(bottom=0)
+    grid[0][0].set_ylabel("KL(softmax || estimate)")
+    save(figure, path, axes)
 
 
 cli = program("favor.eval.papers.feature_weights", main)

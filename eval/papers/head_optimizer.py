@@ -36,6 +36,7 @@ from torch.optim import SGD, AdamW, Optimizer
 from favor.eval.common import report
 from favor.eval.common.program import add_results
 from favor.eval.papers import head_tasks
+from favor.eval.papers.common import panels, save
 from favor.eval.papers.head_tasks import IMAGES, HeadTask
 from favor.optim import SoftmaxBound
 from favor.train.common.loop import EpochSampler, mix
@@ -52,6 +53,7 @@ SEEDS = 5
 NOT_TUNED = ("head", "process_group", "capture")  # parameters of SoftmaxBound that do not change its steps
 NAMES = {"adamw": "AdamW", "sgd": "SGD", "bound": "SoftmaxBound"}
 NAMES |= {name: f"SoftmaxBound, {name}" for name in ("defaults", "recommended")}
+COLORS = {"adamw": "C0", "sgd": "C7", "bound": "C3", "defaults": "C1", "recommended": "C1"}
 
 Config = dict[str, Any]
 Run = Mapping[str, Any]
@@ -149,8 +151,8 @@ def train(task: HeadTask, config: Config, seed: int, milestones: Sequence[int]) 
     """Runs one training, to the last of some numbers of epochs after which to measure.
 
     Returns:
-        "train": {epochs: training loss}; "test": {epochs: [loss, accuracy]}; "seconds": of every epoch, without the
-        measurements. If a loss is not finite, the run ends and all later losses are inf.
+        "train": {epochs: training loss}; "test": {epochs: [loss, accuracy]}; "steps": loss of every batch; "seconds":
+        of every epoch, without the measurements. If a loss is not finite, the run ends and all later losses are inf.
     """
     torch.manual_seed(seed)
     model = task.build().train()
@@ -159,13 +161,14 @@ def train(task: HeadTask, config: Config, seed: int, milestones: Sequence[int]) 
     both = optimizers(model, head, config)
     torch.manual_seed(mix(seed, 1))
     order = EpochSampler(len(task.data["train"][1]), seed)
-    found: dict[str, Any] = {"train": {str(epochs): math.inf for epochs in milestones}, "seconds": []}
+    found: dict[str, Any] = {"train": {str(epochs): math.inf for epochs in milestones}, "steps": [], "seconds": []}
     found["test"] = {str(epochs): [math.inf, 0.0] for epochs in milestones}
     for epoch in range(max(milestones)):
         order.set_epoch(epoch)
         start = time.perf_counter()
         for rows in torch.tensor(list(order)).split(task.batch_size):
             loss, _ = task.loss(model, rows)
+            found["steps"].append(round(loss.item(), 4))
             if not math.isfinite(loss.item()):
                 return found
             loss.backward()
@@ -242,13 +245,14 @@ def select(runs: Runs, task: HeadTask, grid: Grid, head: str) -> dict[int, Confi
     return winners
 
 
-def compare(runs: Runs, task: HeadTask, grid: Grid) -> list[Entry]:
-    """Runs the best of all optimizers, and SoftmaxBound untuned, with all seeds."""
+def compare(runs: Runs, task: HeadTask, grid: Grid) -> tuple[list[Entry], dict[str, list[list[float]]]]:
+    """Runs the best of all optimizers, and SoftmaxBound untuned, with all seeds; gives the last runs' losses too."""
     best = {head: select(runs, task, grid, head) for head in ("adamw", "sgd", "bound") if grid.configs(head)}
     # The result of a user who only replaces the optimizer of the output layer.
     untuned, options = ("defaults", {}) if grid.recommended is None else ("recommended", grid.recommended)
     replaced = {epochs: config_of("bound", c["body_lr"], **options) for epochs, c in best["adamw"].items()}
     entries: list[Entry] = []
+    steps: dict[str, list[list[float]]] = {}  # of the longest runs
     for method, winners in (best | {untuned: replaced}).items():
         # The longest first: a longer run of one configuration also holds the results of the shorter ones.
         for epochs in sorted(winners, reverse=True):
@@ -256,7 +260,8 @@ def compare(runs: Runs, task: HeadTask, grid: Grid) -> list[Entry]:
             found = [runs.get(task, winners[epochs], seed, upto) for seed in range(SEEDS)]
             at_edge = method in best and grid.at_edge(winners[epochs])
             entries.append(Entry.of(method, epochs, winners[epochs], found, at_edge))
-    return entries
+            steps.setdefault(method, [run["steps"] for run in found])
+    return entries, steps
 
 
 def checks(results: Mapping[str, Sequence[Entry]]) -> list[report.Check]:
@@ -328,6 +333,25 @@ def settings_text(tasks: Sequence[str]) -> str:
     return text
 
 
+def plot(steps: Mapping[str, Mapping[str, Sequence[Sequence[float]]]], path: Path, points: int = 40) -> None:
+    """Draws a panel per task: training loss of the batches against steps, of the best after the last epoch.
+
+    Each of the `points` of a curve is the mean over seeds and over neighbouring steps.
+    """
+    figure, grid = panels(1, len(steps), 4.2, 3.4)
+    for axes, (name, methods) in zip(grid[0], steps.items(), strict=True):
+        for method, losses in methods.items():
+            number = min(map(len, losses))
+            mean = np.mean([of[:number] for of in losses], axis=0)
+            parts = np.array_split(np.arange(number), min(points, number))
+            style = {"color": COLORS[method], "label": NAMES[method]}
+            axes.plot([part.mean() + 1 for part in parts], [mean[part].mean() for part in parts], **style)
+        axes.set(title=f"{name}: best after {MILESTONES[-1]} epochs", xlabel="steps", yscale="log")
+        axes.legend(fontsize=8)
+    grid[0][0].set_ylabel("training loss of the batches")
+    save(figure, path)
+
+
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     """Parses the arguments; ends the program for bad ones."""
     parser = Parser("favor.eval.papers.head_optimizer", __doc__)
@@ -350,7 +374,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     torch.set_num_threads(1)
     runs = Runs(arguments.runs_file)
     tasks = {name: TASKS[name](arguments) for name in arguments.tasks}
-    results = {name: compare(runs, task, GRIDS[name]) for name, task in tasks.items()}
+    found = {name: compare(runs, task, GRIDS[name]) for name, task in tasks.items()}
+    results = {name: entries for name, (entries, _) in found.items()}
+    plot({name: steps for name, (_, steps) in found.items()}, arguments.output_dir / f"{arguments.name}.png")
     rows = {name: [*map(asdict, entries)] for name, entries in results.items()}
     of_task = {name: {"settings": dict(tasks[name].settings), "entries": rows[name]} for name in tasks}
     context: Any = ("favor.eval.papers.head_optimizer", argv, ("transformers", "numpy"))

@@ -105,6 +105,7 @@ def test_equal_learning_rates_are_one_optimizer(task):
     optimizer = AdamW(model.parameters(), lr=1e-2, weight_decay=0.0)
     torch.manual_seed(mix(3, 1))
     order = EpochSampler(60, 3)
+    losses = []
     for epoch in range(2):
         order.set_epoch(epoch)
         rows = list(order)
@@ -114,7 +115,9 @@ def test_equal_learning_rates_are_one_optimizer(task):
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
+            losses.append(loss.item())
     found = train(task, ADAMW, 3, [1, 2])
+    assert found["steps"] == pytest.approx(losses, abs=2e-4)
     assert found["train"]["2"] == pytest.approx(task.measure(model, "measured")[0], abs=1e-4)
     assert len(found["seconds"]) == 2
 
@@ -147,12 +150,12 @@ class Made:
         self.asked.append((config["lr"], seed, tuple(milestones)))
         losses = self.losses.get(config["lr"], [config["body_lr"]] * 3)
         train = {str(epochs): losses[(1, 2, 5).index(epochs)] + seed for epochs in milestones}
-        return {"train": train, "test": {e: [1.0, 0.5] for e in train}, "seconds": [1.0]}
+        return {"train": train, "test": {e: [1.0, 0.5] for e in train}, "seconds": [1.0], "steps": []}
 
 
 def test_where_a_setting_is_recommended_it_takes_the_place_of_the_defaults(task):
     grid = replace(GRID, recommended={"curvature": "geometric", "lr": 0.3})
-    entries = head_optimizer.compare(Made({}), task, grid)
+    entries, _ = head_optimizer.compare(Made({}), task, grid)
     assert {entry.method for entry in entries} == {"adamw", "sgd", "bound", "recommended"}
     own = [entry.config for entry in entries if entry.method == "recommended"]
     assert own == [config_of("bound", 1e-3, curvature="geometric", lr=0.3)] * 3
@@ -216,7 +219,7 @@ def test_the_program(images, tmp_path, monkeypatch, sized, capsys, ran):
 
 def test_checks_compare_means():
     def entry(method, losses):
-        runs = [{"train": {"1": loss}, "test": {"1": [1.0, 0.5]}, "seconds": [1.0]} for loss in losses]
+        runs = [{"train": {"1": loss}, "test": {"1": [1.0, 0.5]}, "seconds": [1.0], "steps": []} for loss in losses]
         return Entry.of(method, 1, config_of("adamw", 1, lr=1), runs, False)
 
     entries = [entry("adamw", [1.0, 2.0]), entry("sgd", [0.1, 0.1]), entry("bound", [1.1, 1.5])]
